@@ -9,9 +9,11 @@ PY := $(VENV)/bin/python
 # On x86 Linux without a GPU, PyTorch's CPU build is ten times smaller (ARM boards get it without the flag):
 #   make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
 PIP_FLAGS ?=
+CORES := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 # Most tests wait for processes that they start, so one more process than there are cores runs them. Four at most: each
-# loads torch, and starts several nodes that do.
-TEST_PROCESSES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
+# loads torch, and starts several nodes that do. Those of numbers and the slow ones only compute.
+TEST_PROCESSES ?= $(shell n=$(CORES); echo $$((n < 3 ? n + 1 : 4)))
+NUMERICAL_PROCESSES ?= $(shell n=$(CORES); echo $$((n < 4 ? n : 4)))
 
 # Tests of numbers, which other processors compute with other instructions: once with every set of the kernels that this
 # machine has besides its best one, and once each with what torch computes with on older processors.
@@ -23,12 +25,13 @@ NUMERICAL := $(addprefix tests/,$(addprefix kernels/test_,features.py kernel_blo
 FAST := $(addprefix tests/test_,$(addsuffix .py,scheduler sequence sampling prefixes pace engine wire encoding channel link stuck)) \
   tests/recovery/test_policy.py tests/recovery/test_replays.py tests/kernels/test_layout.py tests/kernels/test_free_cores.py
 
-.PHONY: help demo serve test fast numerical references clients lm-eval real real-table mutants lint types check kernels sanitize wheels first-hour bench figures venv clean
+.PHONY: help demo serve test slow fast numerical references clients lm-eval real real-table mutants lint types check kernels sanitize wheels first-hour bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
 	@echo "make serve  three nodes on this machine serve the embedded model: OpenAI's API and a page on http://127.0.0.1:8000"
-	@echo "make test   the whole test suite"
+	@echo "make test   the test suite, without what is marked as slow"
+	@echo "make slow   that: the kernels under sanitizers and as emulated ARM boards have them, long runs of training"
 	@echo "make fast   engine, frames, links and kernels, in about a minute of processor time on two cores"
 	@echo "make references  installs transformers beside the project and writes models with it, which the suite then compares with"
 	@echo "make clients     installs openai, anthropic, ollama, litellm, langchain and agents beside the project; the suite then asks the server with them"
@@ -37,7 +40,7 @@ help:
 	@echo "make real-table  what each weight format costs those models: memory, speed, perplexity (docs/models.md)"
 	@echo "make mutants   changes single expressions of pure modules for ten minutes: which changes does no test see?"
 	@echo "make numerical  the tests of numbers again, as on processors with fewer instructions"
-	@echo "make check  lint, types and tests, as the CI does"
+	@echo "make check  lint, types and all tests, as the CI does"
 	@echo "make kernels    compiles the kernels now; otherwise their first use does"
 	@echo "make wheels     builds the wheels for Linux, macOS and Windows, x86-64 and ARM64, into dist/"
 	@echo "make first-hour as a new user: a wheel, mdi demo, mdi run, three machines joined by code, one killed; timed (root)"
@@ -69,7 +72,11 @@ serve: $(VENV)/.installed
 	@$(PY) src/serve.py --nodes 3 --ckpt assets/nano-llama --open
 
 test: $(VENV)/.installed-dev
-	$(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal
+	$(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not slow"
+
+# Each process takes one test after the other: they are few, and each of them takes long.
+slow: $(VENV)/.installed-dev
+	$(PY) -m pytest -n $(TEST_PROCESSES) --dist load --maxschedchunk 1 -m slow
 
 fast: $(VENV)/.installed-dev
 	$(PY) -m pytest -q -n 2 --dist worksteal $(FAST)
@@ -91,6 +98,9 @@ $(REFERENCES)/logits/version.txt: $(REFERENCES)/.installed tests/references/writ
 $(REFERENCES)/delta/version.txt: $(REFERENCES)/.installed tests/references/write_delta_nets.py
 	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_delta_nets.py $(REFERENCES)/delta
 
+$(REFERENCES)/latent/version.txt: $(REFERENCES)/.installed tests/references/write_latent.py
+	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_latent.py $(REFERENCES)/latent
+
 $(REFERENCES)/adapters/version.txt: $(REFERENCES)/.installed tests/references/write_adapters.py
 	HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python tests/references/write_adapters.py $(REFERENCES)/adapters
 
@@ -100,7 +110,7 @@ $(REFERENCES)/packed/version.txt: $(REFERENCES)/.installed tests/references/writ
 $(REFERENCES)/tokens/tokens.json: $(REFERENCES)/.installed tests/references/write_tokens.py
 	$(REFERENCES)/bin/python tests/references/write_tokens.py $(REFERENCES)/tokens
 
-references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt $(REFERENCES)/delta/version.txt $(REFERENCES)/adapters/version.txt $(REFERENCES)/packed/version.txt \
+references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt $(REFERENCES)/delta/version.txt $(REFERENCES)/latent/version.txt $(REFERENCES)/adapters/version.txt $(REFERENCES)/packed/version.txt \
   $(REFERENCES)/tokens/tokens.json
 
 $(CLIENTS)/.installed: requirements-clients.txt
@@ -139,7 +149,7 @@ numerical: $(VENV)/.installed-dev
 	sets=$$(PYTHONPATH=src:tests/kernels $(PY) -c \
 	  'from forced import instruction_sets; print(*("MDI_KERNELS=" + name for name in instruction_sets()[1:]))') || exit 1; \
 	for one in $$sets ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default; do \
-	  echo "$$one"; env "$$one" $(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal $(NUMERICAL) || exit 1; \
+	  echo "$$one"; env "$$one" $(PY) -m pytest -n $(NUMERICAL_PROCESSES) --dist worksteal $(NUMERICAL) || exit 1; \
 	done
 
 lint: $(VENV)/.installed-dev
@@ -150,7 +160,7 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(PY) -m mypy
 
-check: lint types test
+check: lint types test slow
 
 # Both need a C++ compiler and nothing of .venv.
 kernels:

@@ -44,7 +44,16 @@ from peers.protocol import Case  # noqa: E402
 from peers.read_test import ReadTest  # noqa: E402
 from real_configs import OWN  # noqa: E402
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # a form of config.json in the tests, and other sizes
+_QWEN_3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text", "num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000_000, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 256,
+    "num_experts_per_tok": 8, "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "hidden_act": "silu",
+}  # fmt: skip
+FAMILIES: dict[
+    str, tuple[str | dict[str, Any], dict[str, Any]]
+] = {  # a form of config.json in the tests, and other sizes
     "gpt-oss-20b": ("gpt-oss 20B", {}),
     "glm-4.5-air": ("GLM 4.5 Air", {}),
     "glm-4.5": ("GLM 4.5", {}),
@@ -55,6 +64,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # a form of config.json in 
     "opt-6.7b": (
         "OPT 125M",
         {"hidden_size": 4096, "ffn_dim": 16384, "num_attention_heads": 32, "word_embed_proj_dim": 4096},
+    ),
+    "qwen3.5-35b-a3b": (_QWEN_3_5, {}),  # a block with a gated delta net
+    "qwen3.5-35b-a3b-dense": (
+        {key: value for key, value in _QWEN_3_5.items() if "expert" not in key},
+        {"model_type": "qwen3_5_text", "intermediate_size": 4608},  # as wide as the experts that a row is sent to
     ),
 }
 LENGTH, ROWS = 256, 64
@@ -73,7 +87,7 @@ class Block:
     def __init__(self, config: ModelConfig, form: str, n_threads: int, clock: Callable[[], float]) -> None:
         index = config.first_k_dense_replace or 0
         self.n_embd, part = config.n_embd, f"block.{index}"
-        shapes = _shapes(replace(config, n_layer=index + 1), part)
+        shapes = _shapes(_of_blocks(config, index + 1), part)
         used = config.n_expert_per_token / (config.n_expert or 1)
         shares = {name: used if ".experts." in name else 1.0 for name in shapes}
         bits = weight_format(form)
@@ -84,7 +98,7 @@ class Block:
         block_bytes = sum(bits.tensor_bytes(name, shape) for name, shape in shapes.items())
         self.copies = max(1, round(COLD_BYTES / block_bytes))
         stop, windows = index + self.copies, config.sliding_window_indices
-        config = replace(config, n_layer=stop, sliding_window_indices=windows and (1,) * stop)
+        config = _of_blocks(replace(config, sliding_window_indices=windows and (1,) * stop), stop)
         parts = [f"block.{i}" for i in range(index, stop)]
         weights = Resident(parts, lambda part: _weights(_shapes(config, part), form))
         self._stage = KernelStage(spec_of(config), index, stop, weights, n_threads)
@@ -97,6 +111,12 @@ class Block:
         begin = self._clock()
         self._stage(rows, [Slice(1, 0, n_rows, n_rows)])
         return (self._clock() - begin) / self.copies
+
+
+def _of_blocks(config: ModelConfig, n: int) -> ModelConfig:
+    """With so many blocks; if the model has delta nets, each has one."""
+    net = config.delta_net
+    return replace(config, n_layer=n, delta_net=net and {**net, "blocks": (1,) * n})
 
 
 def _shapes(config: ModelConfig, part: str) -> dict[str, tuple[int, ...]]:
@@ -113,7 +133,10 @@ def _weights(shapes: dict[str, tuple[int, ...]], form: str) -> PartWeights:
 
 
 def llama_beside(config: ModelConfig) -> ModelConfig:
-    """A Llama of the same attention, whose MLP is as wide as all experts that a row is sent to, or has as many weights."""
+    """A Llama of the same attention, whose MLP is as wide as all experts that a row is sent to, or has as many weights.
+
+    For a delta net, its attention has as many weights as that, in heads of 128 numbers.
+    """
     n_experts = config.n_expert_per_token + (config.n_shared_expert or 0)
     names = ("n_embd", "n_head", "head_size", "n_query_groups")
     own = {
@@ -121,10 +144,16 @@ def llama_beside(config: ModelConfig) -> ModelConfig:
         "norm_class_name": "RMSNorm", "parallel_residual": False,
     }  # fmt: skip
     width = n_experts * (config.moe_intermediate_size or config.intermediate_size)
-    width = width or 2 * config.intermediate_size // 3
-    return full_config(
-        {**{name: getattr(config, name) for name in names}, **own, "intermediate_size": width}, "a Llama"
-    )
+    is_gated = config.mlp_class_name == "LLaMAMLP"
+    width = width or (config.intermediate_size if is_gated else 2 * config.intermediate_size // 3)
+    of_attention = {name: getattr(config, name) for name in names}
+    if config.delta_net is not None:
+        shapes = _shapes(_of_blocks(config, 1), "block.0")
+        n_weights = sum(np.prod(shape) for name, shape in shapes.items() if ".delta." in name and len(shape) == 2)
+        n_heads = round(n_weights / (2 * 128 * config.n_embd) / 1.125)  # of queries; eight share a key and a value
+        own["delta_net"] = None
+        of_attention |= {"n_head": n_heads // 8 * 8, "head_size": 128, "n_query_groups": n_heads // 8}
+    return full_config({**of_attention, **own, "intermediate_size": width}, "a Llama")
 
 
 def measured(
@@ -187,7 +216,8 @@ def all_cases(families: list[str], formats: list[str]) -> Iterator[tuple[str, st
     """Family, format and config of each block. Models of gpt-oss come in mxfp4, and are measured in it alone."""
     for family in families:
         known, sizes = FAMILIES[family]
-        config = derive_config({**OWN[known][1], **sizes}, family, Path("config.json"))
+        hf = OWN[known][1] if isinstance(known, str) else known
+        config = derive_config({**hf, **sizes}, family, Path("config.json"))
         for form in ["mxfp4"] if config.glu_limit else formats:
             yield family, form, replace(config, block_size=LENGTH)
 

@@ -37,10 +37,10 @@ def simulated_s(
     while known < len(is_right):
         while n_live < n_frames and sent < len(is_right):
             rows = min(n_rows, len(is_right) - sent)
-            at = now
-            for node in range(n_nodes):
-                free[node] = max(at, free[node]) + stage_s * price(rows)
-                at = free[node] + link_s
+            at, rows_s = now, stage_s * price(rows)
+            for node, free_at in enumerate(free):
+                at = free[node] = (free_at if free_at > at else at) + rows_s
+                at += link_s
             flying.append((at, sent, rows, turn))
             sent, n_live = sent + rows, n_live + 1
         at, first, rows, sent_in = flying.popleft()

@@ -3,9 +3,10 @@
 
     benchmarks/soak.py --minutes 60 --kill-every 300 [--ckpt DIR] [--nodes N] [--seed S] [--log FILE] [-- FLAGS OF serve.py]
 
-Every text that is finished is compared with what one node alone gives, in this process, before the server starts. Once a
-minute the clients pause; when nothing runs any more, memory, threads, sockets and files of the server's processes are counted.
-Nothing is asserted: the summary says what was lost, wrong, or grew.
+All APIs are asked, streamed and not. Every completion that is finished is compared with what one node alone gives, in this
+process, before the server starts; answers of the other APIs with the first one to the same question. Once a minute the
+clients pause; when nothing runs any more, memory, threads, sockets and files of the server's processes are counted. Nothing is
+asserted: the summary says what was lost, wrong, or grew.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import sys
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from endurance import Held
 from records import add_json_flag, parsed, save, told
@@ -39,9 +41,67 @@ PROMPTS = (
     "O,",
     "And then",
 )
+FORMAT = "float32"  # in which one node alone gives the same tokens
 PAUSE_S = 60.0  # between two counts
 QUIET_S = 20.0  # that texts may take to leave when nobody asks any more
-SETTINGS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.9, "top_k": 50})
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "min_p": 0.0},
+)
+
+
+class Asked(NamedTuple):
+    """A greedy request of an API, and what is compared of its answers.
+
+    Attributes:
+        whole: of the answer in one piece; piece: of an event of the streamed one, None: it is not streamed.
+        is_ollama: whether it goes to the port of Ollama's API.
+    """
+
+    path: str
+    body: dict[str, Any]
+    whole: Callable[[Any], str]
+    piece: Callable[[Any], str] | None = None
+    is_ollama: bool = False
+
+
+def requests_of_all(n_tokens: int) -> list[Asked]:
+    """Of all APIs but streamed completions."""
+    found = []
+    for prompt in PROMPTS[:4]:
+        messages = [{"role": "user", "content": prompt}]
+        limit = {"max_tokens": n_tokens, "temperature": 0}
+        ollama = {"model": "nano-llama", "options": {"num_predict": n_tokens, "temperature": 0}}
+        found += [
+            Asked(
+                "/v1/chat/completions", {"messages": messages, **limit}, lambda a: a["choices"][0]["message"]["content"],
+                lambda e: e["choices"][0]["delta"].get("content", "") if e["choices"] else "",
+            ),
+            Asked(
+                "/v1/responses", {"input": prompt, "max_output_tokens": n_tokens, "temperature": 0},
+                lambda a: a["output"][0]["content"][0]["text"],
+                lambda e: e["delta"] if e["type"] == "response.output_text.delta" else "",
+            ),
+            Asked(
+                "/v1/messages", {"messages": messages, **limit}, lambda a: a["content"][0]["text"],
+                lambda e: e["delta"].get("text", "") if e["type"] == "content_block_delta" else "",
+            ),
+            Asked("/v1/messages/count_tokens", {"messages": messages}, str),
+            Asked("/v1/embeddings", {"input": [prompt] * 3}, lambda a: str([one["embedding"][:4] for one in a["data"]])),
+            Asked(
+                "/v1/completions", {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0},
+                lambda a: str(a["choices"][0]["logprobs"]["token_logprobs"]),
+            ),
+            Asked(
+                "/api/chat", {**ollama, "messages": messages}, lambda a: a["message"]["content"],
+                lambda e: e["message"]["content"], True,
+            ),
+            Asked(
+                "/api/generate", {**ollama, "prompt": prompt, "raw": True}, lambda a: a["response"],
+                lambda e: e["response"], True,
+            ),
+        ]  # fmt: skip
+    return found
 
 
 @dataclass
@@ -71,7 +131,9 @@ def pool(ckpt: Path, n_tokens: int) -> list[tuple[dict[str, Any], str]]:
     from mdi.spec.options import StarterOptions
 
     node = Run(
-        GivenNodes(standalone()), StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", draft="none"), 1000
+        GivenNodes(standalone()),
+        StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", draft="none", quantize=FORMAT),
+        1000,
     )
     found: list[tuple[dict[str, Any], str]] = []
     try:
@@ -97,15 +159,19 @@ def pool(ckpt: Path, n_tokens: int) -> list[tuple[dict[str, Any], str]]:
 class Client:
     """Asks for one thing after the other until `over`, but not while `open` is not set."""
 
-    def __init__(self, port: int, asked: list[tuple[dict[str, Any], str]], tally: Tally, chance: random.Random) -> None:
-        self._port = port
+    def __init__(
+        self, port: int, asked: list[tuple[dict[str, Any], str]], tally: Tally, chance: random.Random, ollama_port: int,
+        of_all: dict[int, str],
+    ) -> None:  # fmt: skip
+        self._port, self._ollama_port = port, ollama_port
+        self._others, self._of_all = requests_of_all(asked[0][0]["max_tokens"]), of_all
         self._asked = asked
         self._tally = tally
         self._chance = chance
 
     async def run(self, may_ask: asyncio.Event, rest_s: float) -> None:
         ways = {
-            self.whole: 55, self.at_once: 15, self.goes_away: 10, self.goes_away_unseen: 6, self.nonsense: 5,
+            self.whole: 30, self.at_once: 10, self.other: 40, self.goes_away: 10, self.goes_away_unseen: 6, self.nonsense: 5,
             self.half: 4, self.slow: 4, self.huge: 1,
         }  # fmt: skip
         while True:
@@ -130,6 +196,32 @@ class Client:
         status, told = await self._ask(request({**body, "stream": False, "stream_options": None}))
         ok = status == 200
         self._compare(body, told["choices"][0]["text"] if ok else "", text, "" if ok else f"{status} {told}")
+
+    async def other(self) -> None:
+        """Another API; the first answer to each question is the one that all later ones are compared with."""
+        number = self._chance.randrange(len(self._others))
+        asked = self._others[number]
+        is_streamed = asked.piece is not None and self._chance.random() < 0.5
+        data = json.dumps({"model": "", **asked.body, "stream": is_streamed}).encode()
+        head = f"POST {asked.path} HTTP/1.1\r\nhost: {HOST}\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
+        reader, writer = await self._connect(head.encode() + data, self._ollama_port if asked.is_ollama else self._port)
+        first, *lines = (await reader.read()).split(b"\n")
+        await self._close(writer)
+        error = "" if b" 200 " in first else f"{asked.path}: {first!r} {lines[-1:]!r}"
+        text = ""
+        events = [line.removeprefix(b"data: ") for line in lines if line.startswith((b"{", b"data: {"))]
+        for event in map(json.loads, [] if error else events):
+            if "error" in event and event["error"] or event.get("type") == "response.failed":
+                error = f"{asked.path}: {event}"
+            elif is_streamed and asked.piece is not None:
+                text += asked.piece(event)
+            else:
+                text = asked.whole(event)
+        if not error and not text:
+            error = f"{asked.path}: no whole answer"
+        wanted = text if error else self._of_all.setdefault(number, text)
+        self._tally.what[asked.path] += 1
+        self._compare({"prompt": asked.path}, text, wanted, error)
 
     def _compare(self, body: dict[str, Any], found: str, wanted: str, error: str) -> None:
         if error:
@@ -202,8 +294,8 @@ class Client:
             await self._close(writer)
         return int(head.split()[1]), json.loads(content) if content.startswith(b"{") else None
 
-    async def _connect(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection(HOST, self._port)
+    async def _connect(self, data: bytes, port: int = 0) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(HOST, port or self._port)
         writer.write(data)
         return reader, writer
 
@@ -220,7 +312,11 @@ async def soak(args: argparse.Namespace, port: int, server: int, asked: list[tup
     tally, may_ask = Tally(), asyncio.Event()
     may_ask.set()
     chance = random.Random(args.seed)
-    clients = [Client(port, asked, tally, random.Random(chance.random())) for _ in range(args.clients)]
+    of_all: dict[int, str] = {}
+    clients = [
+        Client(port, asked, tally, random.Random(chance.random()), args.ollama_port, of_all)
+        for _ in range(args.clients)
+    ]
     tasks = [asyncio.create_task(client.run(may_ask, args.rest)) for client in clients]
     tasks.append(asyncio.create_task(kill(server, args.kill_every, chance, tally)))
     end = time.monotonic() + 60 * args.minutes
@@ -319,7 +415,11 @@ def main() -> None:
     add_json_flag(parser, "soak")
     args = parsed(parser)
     sys.path.insert(0, str(SRC))
+    from mdi.run.local import free_ports
+
     asked = pool(args.ckpt, args.tokens)
+    (args.ollama_port,) = free_ports(1)
+    args.flags = ["--ollama-port", str(args.ollama_port), "--pooling", "mean", "--quantize", FORMAT, *args.flags]
     begin = time.monotonic()
     with serving(args) as (port, process):
         tally = asyncio.run(soak(args, port, process.pid, asked))

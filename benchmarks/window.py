@@ -127,8 +127,9 @@ def steady(args: argparse.Namespace, disk: float) -> dict[str, Any]:
     import yaml
 
     from mdi.checkpoint.shapes import full_config
+    from mdi.placement.windows import units_of
     from mdi.stages.window_budget import plan_window
-    from window_steady import UnitTimes, simulate, units_of
+    from window_steady import UnitTimes, simulate
 
     def run(*flags: str) -> dict[str, Any]:
         command = [

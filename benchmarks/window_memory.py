@@ -51,8 +51,8 @@ def share_of(config: Any, n_nodes: int) -> Any:
 def gibibytes(config: Any, n_nodes: int) -> tuple[float, float]:
     """Of weights on the starter, without and with a window."""
 
+    from mdi.placement.windows import units_of
     from mdi.stages.window_budget import plan_window
-    from window_steady import units_of
 
     share = share_of(config, n_nodes)
     blocks, head = units_of(share, "float32", 0, config.n_layer, is_starter=True)

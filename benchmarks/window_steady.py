@@ -14,16 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
-import on_path  # noqa: F401
-from mdi.checkpoint.packing import Packing
-from mdi.checkpoint.parts import part_of
-from mdi.checkpoint.shapes import BLOCKS, shapes_of
-from mdi.model.plain import ModelConfig
-from mdi.stages.window_files import PAGE_BYTES, StoredMatrix, Unit, WeightBytes, block_units
-
-_NOWHERE = cast(WeightBytes, None)  # the file of units of which only the sizes matter
 PASSES = 6  # simulated, until every pass is like the one before; the last one is looked at
 
 
@@ -121,23 +112,3 @@ def simulate(units: Sequence[UnitTimes], n_slots: int, pause_s: float = 0.0) -> 
             clock += unit.link_s
         clock += pause_s
     return PassTimes(clock - begin, wait_s)
-
-
-def units_of(
-    config: ModelConfig, form: str, start: int, stop: int, is_starter: bool
-) -> tuple[list[Unit], StoredMatrix | None]:
-    """Units of the blocks [start, stop) and, on a starter, the head, as a chunk in this format would have them."""
-    packing, at = Packing(form, form), 0
-    parts: dict[str, dict[str, StoredMatrix]] = {f"block.{i}": {} for i in range(start, stop)}
-    head = None
-    for name, shape in shapes_of(config).items():
-        if (packed := packing.format_of(name, shape)) is None:
-            continue
-        stored = StoredMatrix(name, packed, shape[0], shape[1], _NOWHERE, at)
-        part = part_of(name)
-        if part in parts:
-            parts[part][name] = stored
-        elif is_starter and not name.startswith(BLOCKS):
-            head = stored
-        at += -(-stored.n_bytes // PAGE_BYTES) * PAGE_BYTES
-    return block_units(parts), head

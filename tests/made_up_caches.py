@@ -143,7 +143,8 @@ def caches_of(kinds: Kinds, start: int = 0, n_pages: int = 400) -> StageCaches[P
             cache_class = kind.of_blocks(n, "float32")
             pool = Pool(cache_class.page_bytes, n_pages)
             stores.append(PageStore(cache_class, pool, Numbers(pool, n)))
-    return StageCaches(stores, places, start)
+    numbers = [start + (kind if isinstance(kind, int) else i) for i, kind in enumerate(kinds)]
+    return StageCaches(stores, places, numbers)
 
 
 def classes_of(kinds: Kinds) -> tuple[CacheClass, ...]:

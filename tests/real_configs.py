@@ -391,6 +391,53 @@ _GPT_OSS: Json = {  # gpt-oss 20B
     },
     "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
 }  # fmt: skip
+_DEEPSEEK_V3: Json = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": False, "bos_token_id": 0,
+    "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+    "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+_KIMI_K2: Json = {
+    **_DEEPSEEK_V3, "model_type": "kimi_k2", "first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1,
+    "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+    "rope_scaling": {**_DEEPSEEK_V3["rope_scaling"], "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
+}  # fmt: skip
+_GLM_FLASH: Json = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "attention_bias": False,
+    "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10240, "kv_lora_rank": 512,
+    "max_position_embeddings": 202752, "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 20, "num_experts_per_tok": 4,
+    "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1, "q_lora_rank": 768,
+    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+    "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
+_LATENTS: Json = {
+    "mlp_class_name": "LLaMAMoE", "norm_class_name": "RMSNorm", "parallel_residual": False, "bias": False,
+    "rope_interleave": True, "norm_topk_prob": True, "n_shared_expert": 1,
+}  # fmt: skip
+_V3_SIZES = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+}  # fmt: skip
+_V3_IS: Json = {
+    **_LATENTS, "n_layer": 61, "n_head": 128, "n_query_groups": 128, "n_expert": 256, "n_expert_per_token": 8,
+    "n_expert_groups": 8, "n_topk_groups": 4, "n_topk_scores_per_group": 2, "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5, "block_size": 163840, "rope_base": 10000, "norm_eps": 1e-6, "latent_attention": _V3_SIZES,
+    "rope_adjustments": {
+        "rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
 _BEHIND: Json = {"parallel_residual": False, "bias": True, "rotary_percentage": 0.0, "norm_class_name": "LayerNorm"}
 
 # What litgpt has not, and the settings that count.
@@ -448,6 +495,34 @@ OWN: dict[str, tuple[Json, Json]] = {
             "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 5000000.0, "rope_type": "default"},
         },
     ),
+    "DeepSeek V3": (_V3_IS, _DEEPSEEK_V3),
+    "Moonlight 16B A3B": (
+        {
+            "sigmoid_router": True, "n_expert_groups": None,
+            "latent_attention": {**_V3_SIZES, "q_lora_rank": None, "norm_eps": 1e-6},
+        },
+        {**_DEEPSEEK_V3, "q_lora_rank": None, "rope_scaling": None, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1},
+    ),
+    "Kimi K2": (
+        {
+            **_LATENTS, "n_head": 64, "n_expert": 384, "sigmoid_router": True, "n_expert_groups": None, "block_size": 131072,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "rope_base": 50000, "latent_attention": _V3_SIZES,
+            "rope_adjustments": {**_V3_IS["rope_adjustments"], "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+        },
+        _KIMI_K2,
+    ),
+    "GLM 4.7 Flash": (
+        {
+            **_LATENTS, "n_layer": 47, "n_embd": 2048, "n_head": 20, "n_query_groups": 20, "head_size": 256, "n_expert": 64,
+            "n_expert_per_token": 4, "sigmoid_router": True, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8,
+            "norm_eps": 1e-5, "rope_base": 1000000, "rope_adjustments": None,
+            "latent_attention": {
+                "q_lora_rank": 768, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256,
+                "norm_eps": 1e-6,
+            },
+        },
+        _GLM_FLASH,
+    ),
     "gpt-oss 20B": (
         {
             "n_layer": 24, "n_embd": 2880, "n_head": 64, "n_query_groups": 8, "head_size": 64, "intermediate_size": 2880,
@@ -469,6 +544,8 @@ OWN: dict[str, tuple[Json, Json]] = {
 
 # what it is -> (what is refused, config.json): set to what litgpt does not compute
 REFUSED: dict[str, tuple[str, Json]] = {
+    "DeepSeek V3.2": ("an indexer chooses", {**_DEEPSEEK_V3, "model_type": "deepseek_v32"}),
+    "GLM 5": ("an indexer chooses", {**_GLM_FLASH, "model_type": "glm_moe_dsa"}),
     "Phi 3 mini 128K, cut short": (
         "short_factor",
         {**_PHI_3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},

@@ -173,7 +173,7 @@ def test_what_a_process_uses_stays(store: BlockStore, capsys: pytest.CaptureFixt
             assert mdi("cache", "rm", "weights", "--yes") == 0 and "a process uses" in capsys.readouterr().out
             assert set(store.parts()) == {sha_of("gone"), sha_of("here")} and store.partial_bytes(partial) == 500
     finally:
-        process.communicate("\n", timeout=30)
+        process.communicate("\n", timeout=60)
     assert mdi("cache", "rm", "weights", "--yes") == 0 and not store.parts() and not store.partial_bytes(partial)
     assert not list(store.directory.glob("use-*"))
 

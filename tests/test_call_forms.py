@@ -18,7 +18,7 @@ from call_corpus import CORPUS, GO, LOOK, OTHERS, TOOLS, Case
 from mdi.spec.options import TOOL_PARSERS
 from mdi.text.answers import harmony
 from mdi.text.answers.calls import typed_arguments
-from mdi.text.answers.events import Event
+from mdi.text.answers.events import Call, CallBegun, CallPiece, End, Event
 from mdi.text.answers.forms import PARSERS, SPOKEN, Form, form_of
 from mdi.text.answers.gemma import gemma_calls
 from mdi.text.answers.stream import AnswerStream
@@ -29,6 +29,13 @@ CASES = [(form, number) for form, (_, cases) in CORPUS.items() for number in ran
 NO_CALLS = [(form, text) for form, texts in OTHERS.items() for text in texts]
 # Without special tokens a text has no channels.
 SPELT = [(form, number) for form, number in CASES if form != "harmony"]
+WHOLE = (
+    "mistral_list",
+    "qwen3_coder",
+    "glm",
+    "minimax_m2",
+    "gemma4",
+)  # lists, marks around each argument, or values of their own
 MARKS = [*sorted(SPOKEN), *harmony.MARKS]
 
 
@@ -70,7 +77,11 @@ def told(events: Sequence[Event]) -> tuple[Any, ...]:
 
 def of_pieces(form: Form, pieces: Sequence[str], is_cut: bool = False) -> tuple[Any, ...]:
     """Of an answer that comes as these texts."""
-    parsers = form.parsers(TOOLS, False, False)
+    return told(events_of(form, pieces, is_cut))
+
+
+def events_of(form: Form, pieces: Sequence[str], is_cut: bool = False, streams_calls: bool = False) -> list[Event]:
+    parsers = form.parsers(TOOLS, False, False, streams_calls)
 
     def through(events: Sequence[Event], first: int) -> list[Event]:
         for parser in parsers[first:]:
@@ -82,7 +93,7 @@ def of_pieces(form: Form, pieces: Sequence[str], is_cut: bool = False) -> tuple[
     found = [new for piece in pieces for new in through(parsers[0].feed(piece), 1)]
     for number, parser in enumerate(parsers):
         found += through(parser.close(is_cut), number + 1)
-    return told(found)
+    return found
 
 
 def of_ids(form: Form, ids: Sequence[int], size: int, has_marks: bool, is_cut: bool = False) -> tuple[Any, ...]:
@@ -110,6 +121,56 @@ def test_a_call_is_found_byte_by_byte(form: str, number: int) -> None:
     assert len(ids) == len(case.text.encode())
     for size in (1, 2, 7):
         assert of_ids(form_named(form, False), ids, size, False) == expected(case), size
+
+
+@pytest.mark.parametrize(("form", "number"), SPELT)
+def test_arguments_come_in_pieces_wherever_their_text_is_cut(form: str, number: int) -> None:
+    case = CORPUS[form][1][number]
+    for pieces in ([case.text], list(case.text), *([case.text[:at], case.text[at:]] for at in range(len(case.text)))):
+        events = events_of(form_named(form), pieces, streams_calls=True)
+        assert told(events) == expected(case)
+        check_pieces(events)
+    n_pieces = sum(isinstance(one, CallPiece) for one in events_of(form_named(form), list(case.text), False, True))
+    assert n_pieces > 10 * len(case.calls) or form in WHOLE
+
+
+def check_pieces(events: Sequence[Event]) -> None:
+    """Each call that has begun is the next one, and has the arguments that came in pieces."""
+    begun, pieces = None, ""
+    for event in events:
+        if begun is None:
+            assert not isinstance(event, CallPiece)
+            begun, pieces = (event, "") if isinstance(event, CallBegun) else (None, "")
+        elif isinstance(event, CallPiece):
+            pieces += event.text
+        else:
+            assert event == Call(begun.name, pieces, begun.id)
+            begun = None
+    assert begun is None
+
+
+def test_channels_have_arguments_in_pieces() -> None:
+    for case in CORPUS["harmony"][1]:
+        ids = ids_of(case.text, True)
+        for size in (1, 2, len(ids)):
+            stream = AnswerStream(codec(True), form_named("harmony"), (), TOOLS, streams_calls=True)
+            events = [event for at in range(0, len(ids), size) for event in stream.feed(ids[at : at + size])]
+            events = [one for one in [*events, *stream.close(False)] if not isinstance(one, End)]
+            assert told(events) == expected(case)
+            check_pieces(events)
+            assert any(isinstance(one, CallPiece) for one in events) == bool(case.calls)
+
+
+@pytest.mark.parametrize("text", ['{"a": "b"', '{"a": [1}', '{"a": }', '{"a": "</tool_call> and more'])
+def test_a_call_that_has_begun_ends_as_one_whatever_its_arguments_are(text: str) -> None:
+    """Clients have its pieces already. A call that has not begun is text, as ever."""
+    said = f'<tool_call>\n{{"name": "look", "arguments": {text}'
+    for is_cut in (False, True):
+        events = events_of(form_named("hermes"), list(said), is_cut, streams_calls=True)
+        assert apart(events)[2] == [Call("look", text)]
+        check_pieces(events)
+    other = said.replace("look", "nobody")
+    assert apart(events_of(form_named("hermes"), list(other), streams_calls=True)) == [other, "", []]
 
 
 @pytest.mark.parametrize(("form", "number"), CASES)

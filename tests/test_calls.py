@@ -184,7 +184,8 @@ def streamed(pieces: list[dict[str, Any]]) -> tuple[str, list[tuple[int, str]], 
     """Content, calls and the reason of the end of a stream's pieces."""
     calls = [call for piece in pieces for call in piece["delta"].get("tool_calls", [])]
     content = "".join(piece["delta"].get("content", "") for piece in pieces)
-    return content, [(call["index"], call["function"]["name"]) for call in calls], pieces[-1]["finish_reason"]
+    begun = [(call["index"], call["function"]["name"]) for call in calls if "id" in call]
+    return content, begun, pieces[-1]["finish_reason"]
 
 
 def test_the_server_tells_calls_from_reasoning_and_words(tmp_path: Path) -> None:
@@ -199,9 +200,13 @@ def test_the_server_tells_calls_from_reasoning_and_words(tmp_path: Path) -> None
     assert ids[0] != ids[1] and all(len(i) == 9 and i.isascii() and i.isalnum() for i in ids)
     assert choice["message"]["content"] == said and choice["finish_reason"] == "tool_calls"
     assert streamed(pieces) == (said, [(0, "look"), (1, "go.to")], "tool_calls")
+    told = [one for piece in pieces for one in piece["delta"].get("tool_calls", [])]
+    for index in (0, 1):
+        parts = [one["function"]["arguments"] for one in told if one["index"] == index]
+        assert json.loads("".join(parts)) == PARIS and len(parts) > 2
     choice, pieces = test_harmony.answered(folder, f"{said}\n{hermes()[:-20]}", "length", tools=TOOLS)
     assert choice["message"]["content"] == said and choice["finish_reason"] == "length"
-    assert streamed(pieces) == (said, [], "length") and "tool_calls" not in choice["message"]
+    assert streamed(pieces) == (said, [(0, "look")], "length") and "tool_calls" not in choice["message"]
 
 
 def test_reasoning_that_the_prompt_begins_has_no_calls_and_is_left_out_where_a_call_is_demanded(tmp_path: Path) -> None:

@@ -41,6 +41,48 @@ def test_the_example_is_a_profile_that_works(capsys: pytest.CaptureFixture[str],
     assert "starter" in out and "tokens/s" in out and "guessed" in out
 
 
+@pytest.mark.parametrize(("flags", "tokens_s"), [([], 101), (["--nodes", "starter"], 34)])
+def test_plans_that_documents_show(
+    capsys: pytest.CaptureFixture[str], profiles: str, flags: list[str], tokens_s: int
+) -> None:
+    """docs/usage.md; the others have commands that make them."""
+    asked = ["--config", "tiny-llama-1.1b", "--n-samples", "24", "--sequence-length", "512", "--json"]
+    assert launch("plan", ["--profiles", profiles, *asked, *flags]) == 0
+    assert round(json.loads(capsys.readouterr().out)["tokens_per_s"]) == tokens_s
+
+
+def test_the_first_token_of_a_prompt_and_windows(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
+    flags = ["--profiles", profiles, "--config", "tiny-llama-1.1b", "--quantize", "int8", "--json"]
+    found = []
+    for more in ([], ["--prompt-tokens", "64"], ["--memory", "700MB"]):
+        assert launch("plan", [*flags, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    usual, short, windowed = (one["first_token"] for one in found)
+    assert (usual["n_tokens"], short["n_tokens"]) == (512, 64)
+    assert short["seconds"] < usual["seconds"] < windowed["seconds"]
+    assert [node["read_bytes"] > 0 for node in found[2]["nodes"]] == [True] * 3
+    with pytest.raises(UsageError, match="a sequence has 100 tokens at most"):
+        launch("plan", [*flags, "--sequence-length", "100", "--prompt-tokens", "101"])
+
+
+def test_clients(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
+    flags = ["--profiles", profiles, "--config", "tiny-llama-1.1b", "--quantize", "int8"]
+    assert launch("plan", [*flags, "--aim", "clients", "--per-client", "2048:2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    n = found["clients"]["n"]
+    assert n == found["n_sequences"] > 3 and found["sequence_length"] == 2048
+    assert found["tokens_per_s"] >= 2 * n and found["clients"]["limit"] == "speed"
+    assert launch("plan", [*flags, "--aim", "clients", "--per-client", "2048:2"]) == 0
+    assert f"clients:  {n} texts of up to 2048 tokens have 2 tokens/s each or more" in capsys.readouterr().out
+    for wrong, message in (
+        (["--aim", "clients"], "go together"),
+        (["--aim", "clients", "--per-client", "4096"], "expected the tokens of a text"),
+        (["--aim", "clients", "--per-client", "64:1", "--memory", "1G"], "leave --memory out"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            launch("plan", [*flags, *wrong])
+
+
 def test_json(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
     flags = ["--profiles", profiles, "--config", "pythia-160m", "--placement", "even", "--sequence-length", "100"]
     assert launch("plan", [*flags, "--quantize", "fp16", "--json"]) == 0

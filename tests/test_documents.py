@@ -11,6 +11,7 @@ import pytest
 
 from flag_tables import WITHOUT_TABLE, with_tables
 from mdi.cli import COMMANDS, parser_of
+from mdi.families.registry import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -111,3 +112,12 @@ def test_the_tables_of_flags_are_what_the_commands_declare() -> None:
     if os.environ.get("REWRITE"):
         path.write_text(made, encoding="utf-8")
     assert found == made or os.environ.get("REWRITE")
+
+
+def test_the_models_say_what_each_family_was_tried_with() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    table = text[text.index("| `model_type` |") :].split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert all(re.match(r"made-up weights only$|\*\*real file tried\*\*: ", row[-1]) for row in cells)
+    named = {word for row in cells for word in re.findall(r"\w+", row[0])}
+    assert set(FAMILIES) - named == set()

@@ -176,7 +176,7 @@ def test_a_cancelled_download_ends_within_its_file(
 
     def cancel_it() -> None:  # the rest follows when nobody waits for it any more
         cancel.cancel()
-        assert has_ended.wait(30)
+        assert has_ended.wait(60)
 
     model.at_half[name] = cancel_it
     with pytest.raises(CancelledError):

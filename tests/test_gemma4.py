@@ -76,7 +76,7 @@ from tiny_checkpoint import tokenizer
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 
 NEAR, FAR = "sliding_attention", "full_attention"
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "model_type": "gemma4_text", "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "vocab_size": 96,
     "vocab_size_per_layer_input": 96, "num_key_value_heads": 2, "head_dim": 12, "global_head_dim": 32, "sliding_window": 20,
     "max_position_embeddings": LENGTH, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 9.0,
@@ -97,7 +97,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def config_of(form: str) -> ModelConfig:
-    return derive_config({**_SIZES, **FORMS[form]}, f"gemma4-{form}", Path("config.json"))
+    return derive_config({**SIZES, **FORMS[form]}, f"gemma4-{form}", Path("config.json"))
 
 
 def made(form: str, folder: Path) -> LitCheckpoint:
@@ -146,9 +146,10 @@ def test_cuts_and_frames_change_no_bit(source: LitCheckpoint) -> None:
     ids, spec = ids_of(source), spec_of(source.config)
     whole = stages_of(source, [0, spec.n_layer])
     expected = frames_of(whole, ids, [Slice(1, 0, LENGTH, LENGTH)])
-    cut = stages_of(source, [0, *spec.allowed_cuts()[1:3], spec.n_layer])
-    assert len(cut) == 3
-    for stages in (whole, cut):
+    assert spec.allowed_cuts() == [*range(spec.n_layer + 1)]
+    cut = stages_of(source, [0, 1, 2, spec.n_layer])
+    pieces = stages_of(source, [*range(spec.n_layer + 1)])
+    for stages in (whole, cut, pieces):
         for start, stop in ((0, 31), (31, 50)):
             found = frames_of(stages, ids, [Slice(i, start, stop - start, stop - start) for i in (4, 5, 6)])
             assert np.array_equal(found, np.tile(expected[start:stop], (3, 1)))
@@ -161,7 +162,7 @@ def test_cuts_and_frames_change_no_bit(source: LitCheckpoint) -> None:
 def test_rows_that_give_no_logits_skip_blocks_that_read_other_caches(tmp_path: Path, is_torch: bool) -> None:
     source = made("shared", tmp_path)
     ids, spec = ids_of(source), spec_of(source.config)
-    assert spec.skipped_from == 4 and spec.allowed_cuts() == [0, 1, 2, 7]
+    assert spec.skipped_from == 4
     stage: Any = stage_of(source)
     if is_torch:
         stage = whole_stage(source)
@@ -375,7 +376,7 @@ _GGUF = {
 
 def write_gguf(path: Path, exported: Path, form: str, **changes: Any) -> Path:
     """Of a folder that was exported, with one matrix as embedding and head."""
-    hf = {**_SIZES, **FORMS[form]}
+    hf = {**SIZES, **FORMS[form]}
     layers, n_shared = hf["layer_types"], hf.get("num_kv_shared_layers", 0)
     far = hf.get("num_global_key_value_heads", 2)
     is_wide = [i >= len(layers) - n_shared for i in range(len(layers))]
@@ -686,17 +687,22 @@ def test_only_blocks_with_caches_of_their_own_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "cut", "skipped", "producers"), [("E2B", 13, 15, (14, 13)), ("E4B", 22, 24, (23, 22))]
+    ("name", "skipped", "producers", "columns"),
+    [("E2B", 15, (14, 13), (512, 1024)), ("E4B", 24, (23, 22), (1024, 2048))],
 )
 def test_small_models_read_the_caches_of_two_blocks(
-    name: str, cut: int, skipped: int, producers: tuple[int, int]
+    name: str, skipped: int, producers: tuple[int, int], columns: tuple[int, int]
 ) -> None:
     config = published_config(f"gemma-4-{name}")
     assert config is not None
     spec = spec_of(config)
-    assert spec.allowed_cuts() == [*range(cut + 1), spec.n_layer] and spec.skipped_from == skipped
+    n, cut = spec.n_layer, producers[1]
+    assert spec.allowed_cuts() == [*range(n + 1)] and spec.skipped_from == skipped
     assert (spec.blocks[-1].cache_of, spec.blocks[-2].cache_of) == producers
-    assert spec.row_at(cut).width == spec.width + 256 * (spec.n_layer - cut)
+    inputs = [spec.width + 256 * (n - at) for at in range(n + 1)]
+    assert spec.row_at(cut).width == inputs[cut] and spec.row_at(cut + 1).width == inputs[cut + 1] + columns[0]
+    assert [spec.row_at(at).width - inputs[at] for at in (skipped, n - 1, n)] == [sum(columns), columns[1], 0]
+    assert spec.row_at(n - 1).columns[-1].name == f"cache.{producers[0]}"
 
 
 @pytest.mark.parametrize(
@@ -716,13 +722,13 @@ def test_small_models_read_the_caches_of_two_blocks(
 )
 def test_what_nothing_computes_is_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(CheckpointError, match=word) as refused:
-        derive_config({**_SIZES, **FORMS["dense"], **changes}, "my-model", Path("config.json"))
+        derive_config({**SIZES, **FORMS["dense"], **changes}, "my-model", Path("config.json"))
     assert "\n" not in str(refused.value)
 
 
 def test_the_last_block_has_no_window_and_newer_files_say_heads_by_block() -> None:
     config = config_of("dense")
-    said = {**_SIZES, **FORMS["dense"], "layer_types": [NEAR, FAR, NEAR, NEAR]}
+    said = {**SIZES, **FORMS["dense"], "layer_types": [NEAR, FAR, NEAR, NEAR]}
     assert derive_config(said, config.name, Path("config.json")) == config
     of_blocks = {str(i): {"head_dim": 32, "num_key_value_heads": 1} for i in (1, 3)}
     newer = {**said, "global_head_dim": None, "num_global_key_value_heads": None, "per_layer_config": of_blocks}

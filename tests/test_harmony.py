@@ -377,8 +377,10 @@ def test_the_server_says_reasoning_and_calls_beside_the_text(tmp_path: Path) -> 
     assert call["function"]["name"] == "look" and json.loads(call["function"]["arguments"]) == {"at": "Zürich"}
     assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
     assert choice["message"]["reasoning_content"] == "Hm."
-    (streamed,) = [one for piece in pieces for one in piece["delta"].get("tool_calls", [])]
-    assert (streamed["index"], streamed["function"]) == (0, call["function"])
+    begun, *more = [one for piece in pieces for one in piece["delta"].get("tool_calls", [])]
+    assert (begun["index"], begun["function"]) == (0, {"name": call["function"]["name"], "arguments": ""})
+    assert "".join(one["function"]["arguments"] for one in more) == call["function"]["arguments"]
+    assert more and all(one.keys() == {"index", "function"} and one["index"] == 0 for one in more)
     assert pieces[-1]["finish_reason"] == "tool_calls"
 
 

@@ -212,6 +212,7 @@ BORDERS = {
     "mdi.model.plain": "makes the class from its plain form, and knows what litgpt reads in names",
     "mdi.spec.limits": "checks the plain form",
     "mdi.families.config_json": "reads config.json",
+    "mdi.families.deepseek": "reads config.json",
     "mdi.families.gemma": "reads config.json",
     "mdi.families.gemma4": "reads config.json, and fields of GGUF files",
     "mdi.families.glm": "reads config.json",

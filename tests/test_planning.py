@@ -359,7 +359,7 @@ def test_what_takes_long_is_told(
     assert "measuring the link from secondary0 to starter (1 of 2)" in caplog.messages
     config = ModelConfig.from_litgpt(tiny_config())
     Profiler("starter", tmp_path, span_s=0.001).profile(Subject(config, "h", Computing("cpu", "float32")), None)
-    assert "starter measures a block at 16 rows (7 of 9)" in caplog.messages
+    assert "starter measures a block at 16 rows (7 of 11)" in caplog.messages
 
 
 def test_a_way_that_does_not_exist_is_no_choice(tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sentencepiece import SentencePieceTrainer
 
 from mdi.serve.api_errors import ApiError
 from mdi.serve.chat import Chat
 from mdi.text.quoted import Quotes
+from mdi.text.tokenizer import read_tokenizer
 from test_call_forms import codec
 from test_harmony import TEMPLATE, TOOL, USER, ids_of, model_of, tokenizer, write_texts
 
@@ -143,3 +146,30 @@ def test_values_that_are_no_texts_pass() -> None:
     assert quotes.quoted(given) == (given, [], "")
     found, _, cut = quotes.quoted([*given, {"role": "user", "content": "<s>"}])
     assert cut and found[:2] == given
+
+
+def test_own_pieces_of_sentencepiece_are_quoted_and_no_blank_is_added(tmp_path: Path) -> None:
+    """They are text to the library, which yet finds them wherever their letters stand."""
+    lines = iter(["the user says what the turn is", "<a turn> of the user"] * 20)
+    made = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=made, model_type="bpe", vocab_size=80,
+        hard_vocab_limit=False, byte_fallback=False, user_defined_symbols=["<turn>", "<other>"], minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(made.getvalue())
+    template = "{% for m in messages %}<turn>{{ m['content'] }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    tokens = read_tokenizer(tmp_path, {}, {})
+    assert sorted(tokens.own_tokens()) == ["<other>", "<turn>"]
+    model = model_of(tmp_path)
+    chat = Chat({"messages": [{"role": "user", "content": "says<turn>says <other>"}]})
+
+    async def opened() -> list[int]:
+        try:
+            return list((await chat.conversation.opened(model, chat.fields)).prompts[0])
+        finally:
+            model.template.close()
+
+    ids, turn = asyncio.run(opened()), tokens.token_to_id("<turn>")
+    assert (ids.count(turn), ids.count(tokens.token_to_id("<other>"))) == (1, 1)
+    assert tokens.processor.decode(ids).endswith("says<turn>says <other>")

@@ -579,7 +579,7 @@ def test_a_ring_that_is_lost_does_not_wait_until_another_model_is_loaded(monkeyp
     loader.start()
     try:
         assert opened.wait(DEADLINE_S)
-        assert asked.wait(2.0)
+        assert asked.wait(DEADLINE_S / 2)
     finally:
         go_on.set()
         loader.join(DEADLINE_S)

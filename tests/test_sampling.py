@@ -162,6 +162,19 @@ def test_penalties_biases_and_what_is_allowed_change_one_row_alone() -> None:
     assert {token for _ in range(20) for token in sample(logits, rows)} <= {2, 5}
 
 
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0}, {"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}]
+)
+def test_what_is_suppressed_is_not_drawn_unless_nothing_else_may_be(fields: dict[str, float]) -> None:
+    logits = logits_of(10, 1)
+    best = logits[0].argsort(descending=True)[:3].tolist()
+    own = {"suppressed": (*best, 10**9), "logit_bias": ((best[0], 100.0),), **fields}
+    assert not {sample(logits, [(params(**own), i)])[0] for i in range(50)} & set(best)
+    allowed = np.zeros(VOCAB, dtype=bool)
+    allowed[best[1]] = True
+    assert sample(logits, [Row(params(**own), 0, allowed=allowed)]) == best[1:2]
+
+
 def test_each_penalty_and_bias_to_the_number() -> None:
     logits = np.array([[2.0, -2.0, 3.0, -3.0, 1.0, 0.0]], dtype=np.float32)
     ids = (0, 1, 2, 2, 3, 3, 3)  # the prompt are the first two

@@ -251,6 +251,13 @@ def test_eos_ids_are_those_of_both_files(tmp_path, listed, expected):
     assert TextCodec.from_checkpoint(tmp_path).eos_ids == expected
 
 
+@pytest.mark.parametrize("listed, expected", [([9, 7, 7], (7, 9)), (None, ()), ([-1, True, "x"], ()), ({}, ())])
+def test_what_the_generation_config_suppresses(tmp_path, listed, expected):
+    byte_level(tmp_path)
+    write_json(tmp_path / "generation_config.json", {"suppress_tokens": listed})
+    assert TextCodec.from_checkpoint(tmp_path).suppressed == expected
+
+
 def test_eos_ids_of_generation_config_alone(tmp_path):
     byte_level(tmp_path / "json")
     write_json(tmp_path / "json" / "tokenizer_config.json", {})

@@ -20,7 +20,6 @@ from mdi.checkpoint.adapters import BASE_KEY, CONFIG_FILE, WEIGHTS_FILE, Adapted
 from mdi.checkpoint.packing import norm_before
 from mdi.checkpoint.parts import serialize
 from mdi.checkpoint.safetensors_layout import STRANGERS_LIMIT_BYTES, TensorSpec
-from mdi.checkpoint.shapes import interleaved_rows
 from mdi.checkpoint.virtual_adapters import DEEP_TYPE, EMBEDDINGS, PREFIX_TYPE, PROMPT_TYPE
 from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, PREFIX_KEY, row_widths, why_no_rows
 from mdi.checkpoint.weightfile import SafetensorsFile
@@ -209,9 +208,7 @@ class Lora(TunedTensors):
         for (i, module), rows in self._rows.items():
             path = f"base_model.model.{self._path}.{i}.{module}"
             for one in rows:
-                b = self.named[f"{path}.lora_B.weight"][slice(*one.rows)] * scale
-                if one.is_interleaved:
-                    b = b[torch.from_numpy(interleaved_rows(self.spec))]
+                b = self.named[f"{path}.lora_B.weight"][torch.from_numpy(one.numbers(self.spec))] * scale
                 found[f"{one.name(i, 1)}.a"] = self.named[f"{path}.lora_A.weight"]
                 found[f"{one.name(i, 1)}.b"] = b.T
         return found

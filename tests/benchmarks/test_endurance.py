@@ -22,5 +22,11 @@ def test_growth_is_seen() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process holds is read from /proc")
 def test_nothing_grows_in_a_few_runs() -> None:
-    found = endurance.measure(6, 40)
-    assert found["wrong"] == 0 and not [line for line in found["growth"] if "memory" not in line]
+    """A thread that was just ending, or that a library starts once, may count as growth of few runs; what leaks grows again."""
+    for n in (1, 2):
+        found = endurance.measure(6 * n, 40 * n)
+        grown = [line for line in found["growth"] if "memory" not in line]
+        assert found["wrong"] == 0
+        if not grown:
+            return
+    raise AssertionError(grown)

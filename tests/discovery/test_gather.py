@@ -225,7 +225,7 @@ def test_a_search_ends_with_its_cancel(tmp_path: Path, wait: Any) -> None:
 
     thread = threading.Thread(target=search)
     thread.start()
-    assert looked.wait(30)
+    assert looked.wait(60)
     cancel.cancel()
     thread.join(30)
     assert ended and not thread.is_alive()

@@ -15,7 +15,7 @@ from mdi.errors import UsageError
 from mdi.run.journal import find_run, read_record, runs_in
 from processes import DEADLINE_S, Cluster, Spawn, Starter, wait_for_tokens
 
-RUN = ("--prompt-style", "none", "--n-tokens", 1500, "--n-samples", 3, "--temperature", 0.9, "--seed", 5)
+RUN = ("--prompt-style", "none", "--n-tokens", 500, "--n-samples", 3, "--temperature", 0.9, "--seed", 5)
 
 
 def wait_until_written(folder: Path, n_tokens: int) -> None:
@@ -50,7 +50,7 @@ def test_a_run_whose_starter_was_killed_goes_on(
     first.signal(signal.SIGKILL)
     first.wait()
     before = read_record(find_run(folder, "last")).texts
-    assert all(5 <= len(text.ids) < 1500 for text in before)
+    assert all(5 <= len(text.ids) < 500 for text in before)
     capsys.readouterr()
     assert launch("starter", ["--resume", "--run-dir", str(folder)]) == 0
     assert "endless: 0 of 3 texts ended" in capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_a_search_whose_starter_was_killed_begins_again(
     ring: Cluster, endless: Path, spawn: Spawn, starter: Starter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A search writes nothing down before its end, since any of its beams may be dropped."""
-    search = (endless, ring.path, "--prompt-style", "none", "--n-tokens", 1500, "--beams", 4, "--n-samples", 2)
+    search = (endless, ring.path, "--prompt-style", "none", "--n-tokens", 500, "--beams", 4, "--n-samples", 2)
     folder = tmp_path / "runs"
     first = spawn("starter", "--ckpt", endless, "--nodes-config", *search[1:], "--run-dir", folder)
     wait_for_tokens(ring, 5, lambda: first.child.poll() is not None, 2)

@@ -84,7 +84,7 @@ def test_somebody_who_does_not_know_the_run(ring: Cluster, endless: Path, spawn:
     process = spawn("starter", "--ckpt", endless, "--nodes-config", ring.path, "--n-tokens", 60000, "--n-samples", 1)
     process.wait_bytes(100)
     for body in (b'{"run": "", "leave": true}', b'{"run": "0000000000000000"}', b"{}"):
-        with requests.put(f"http://127.0.0.1:{ring.port(1)}/stop", data=body, timeout=10) as answer:
+        with requests.put(f"http://127.0.0.1:{ring.port(1)}/stop", data=body, timeout=60) as answer:
             assert answer.status_code in (400, 409), answer.text
     entry = NodeConfig("secondary0", "127.0.0.1", ring.port(1), ring.ring_port(1))
     client, part = ControlClient(entry), PartSpec("block.1", "0" * 64, 9)

@@ -197,6 +197,6 @@ def test_beside_another_run(ring: Cluster, endless: Path, spawn: Spawn, starter:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"control_version": 7}', b"\xff\xfe", b"[" * 100_000])
 def test_bodies_that_are_no_run(ring: Cluster, body: bytes) -> None:
-    with requests.post(f"http://127.0.0.1:{ring.port(1)}/init", data=body, timeout=10) as answer:
+    with requests.post(f"http://127.0.0.1:{ring.port(1)}/init", data=body, timeout=60) as answer:
         assert answer.status_code in (400, 409, 411) and isinstance(answer.json()["error"], str)
     assert ring.status(1)["state"] in ("IDLE", "READY")

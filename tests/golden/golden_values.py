@@ -45,13 +45,13 @@ from mdi.tensor.shares import Share, piece_of, share_out, why_not_shared_out
 from mdi_training.lora import add_adapters, peft_settings, peft_tensors
 from mdi_training.training_settings import LORA_TARGETS, LoraSettings
 from real_configs import OFFICIAL, OWN, REAL, REFUSED
-from references import write_logits, write_models
+from references import write_latent, write_logits, write_models
 from tiny_checkpoint import plain as untupled
 from tiny_models import HF_KINDS, hf_config, hf_state, write_hf
 
 HERE = Path(__file__).parent
 REFERENCES = HERE / "references.json"  # config.json of each model of `make references`, as transformers wrote it
-FOLDERS = {"models": write_models.version, "logits": write_logits.version}
+FOLDERS = {"models": write_models.version, "logits": write_logits.version, "latent": write_latent.version}
 WRITTEN = HERE.parents[1] / ".venv-references"
 
 Json = Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Iterator
 
 from mdi.kernels import library
@@ -30,4 +31,4 @@ def forced(name: str | None) -> Iterator[None]:
         yield
     finally:
         if name:
-            loaded.mdi_force(b"")
+            loaded.mdi_force(os.environ.get(library.FORCED, "").strip().lower().encode())

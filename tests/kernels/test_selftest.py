@@ -37,6 +37,8 @@ needs_emulator = pytest.mark.skipif(
 
 pytestmark = pytest.mark.skipif(not (build.CSRC / build.SELFTEST).is_file(), reason="there is no test program yet")
 
+LIMIT_S = 1500  # of a test that compiles or emulates: ten times what it takes on a machine with nothing else to do
+
 
 def _program(
     name: str,
@@ -44,22 +46,24 @@ def _program(
     link_flags: Sequence[str] = (),
     sets: Sequence[build.InstructionSet] = build.INSTRUCTION_SETS,
 ) -> Path:
-    """The compiled program. Two workers of pytest that ask for the same one get it from whoever is first."""
+    """The compiled program. Two workers of pytest that ask for the same one get it from whoever is first, and for two others
+    compile them at the same time."""
     compiler = build.find_compiler()
     made_from = (build.sources_hash(build.CSRC), compiler.version, flags, link_flags, sets)
-    path = KEPT / f"{name}-{hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]}"
-    KEPT.mkdir(parents=True, exist_ok=True)
-    with library.locked(KEPT):
+    path = KEPT / name / hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with library.locked(path.parent):
         if not path.is_file():
-            for old in KEPT.glob(f"{name}-*"):
-                old.unlink()
+            for old in path.parent.glob("*"):
+                if old.is_file() and old.name != "lock":
+                    old.unlink()
             build.compile_selftest(compiler, path, build.CSRC, flags, link_flags, sets)
     return path
 
 
 def _sums(*command: str | Path) -> Sums:
     environment = os.environ | {"UBSAN_OPTIONS": "print_stacktrace=1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0 and not done.stderr, done.stderr or done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
     sums = {(instruction_set, kernel): checksum for instruction_set, kernel, checksum in lines}
@@ -70,11 +74,9 @@ def _sums(*command: str | Path) -> Sums:
 def _sums_here() -> Sums:
     """Of all instruction sets of this machine, under sanitizers. Who runs the program first writes down what it printed."""
     program = _program("address-undefined", build.sanitizing("address,undefined"))
-    printed = program.with_name(f"printed-{program.name}")
-    with library.locked(KEPT):
+    printed = program.with_suffix(".printed")
+    with library.locked(program.parent):
         if not printed.is_file():
-            for old in KEPT.glob("printed-*"):
-                old.unlink()
             with replacing(printed) as file:
                 file.write(json.dumps([[*key, checksum] for key, checksum in _sums(program).items()]).encode())
     return {
@@ -91,12 +93,16 @@ def _by_kernel(sums: Sums, fused: bool) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
 @needs_compiler
 def test_no_byte_is_read_or_written_beside_memory_and_nothing_is_undefined() -> None:
     sums = _sums_here()
     assert all(len(checksums) == 1 for checksums in _by_kernel(sums, fused=True).values())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
 @needs_compiler
 def test_threads_do_not_race() -> None:
     """Of one instruction set: the threads are the same for all."""
@@ -104,14 +110,17 @@ def test_threads_do_not_race() -> None:
     _sums(_program("thread", build.sanitizing("thread"), sets=few), "1")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
 @needs_compiler
 @needs_emulator
 @pytest.mark.parametrize("cpu", EXPECTED)
 def test_boards_compute_the_same_bits(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = _sums_here()
-    monkeypatch.setenv("CXX", CROSS)
-    n_tried = [str(len(EXPECTED[cpu]))]
-    there = _sums(EMULATOR, "-cpu", cpu, _program("aarch64", ("-O1",), ["-static"]), *n_tried)
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", CROSS)
+        program = _program("aarch64", ("-O1",), ["-static"])
+    there = _sums(EMULATOR, "-cpu", cpu, program, str(len(EXPECTED[cpu])))
+    here = _sums_here()  # last: another worker may be at it meanwhile
     assert {instruction_set for instruction_set, _ in there} == EXPECTED[cpu]
     for fused in {instruction_set != "plain" for instruction_set in EXPECTED[cpu]}:
         known = _by_kernel(here, fused)

@@ -148,7 +148,7 @@ def kernel_caches(kind: Paged, cache_type: str) -> CachePages:
     cache_class = kind.of_blocks(2, cache_type)
     pool = Pool(cache_class.page_bytes, 8)
     layout = KernelLayout(kind, 2, cache_type, pool)
-    return CachePages([cache_class], [pool], [layout], [(0, 0), (0, 1)], 5, cache_type)
+    return CachePages([cache_class], [pool], [layout], [(0, 0), (0, 1)], [5, 6], cache_type)
 
 
 def rows_of(kind: Paged, cache_type: str, n: int, seed: int) -> tuple[np.ndarray, ...]:

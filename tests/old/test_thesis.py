@@ -72,8 +72,7 @@ def test_report_fills_the_page_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         )
         assert (
             "| NanoLlama 304M | 12; 5 + 7; 2 + 5 + 5 | 2.00; 1.00 / 1.00; 0.67 / 0.67 / 0.67 "
-            "| 2.60; 1.76 / 1.76; 1.34 / 1.46 / 1.46 |"
-            in text
+            "| 2.60; 1.76 / 1.76; 1.34 / 1.46 / 1.46 |" in text
         )
         monkeypatch.setattr(thesis_report, "save", lambda figure, path: None)  # once is enough, and takes a second
         assert text.count("2026-01-02") == 1 and "3 of the 27 runs" in text and "Not trained yet." in text

@@ -88,7 +88,7 @@ def page(browser: Any, address: str) -> Iterator[Any]:
     """The page, open; what its scripts complained about fails the test."""
     context = browser.new_context(viewport={"width": 1200, "height": 800})
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(60_000)
     wrong: list[str] = []
     asked: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -182,7 +182,7 @@ def test_stop_and_regenerate(page: Any, service: FakeService) -> None:
     until(page, f"({TEXT}).includes('two')")
     page.keyboard.press("Escape")
     ended(page)
-    assert service.gone.wait(20), "the server is told"
+    assert service.gone.wait(60), "the server is told"
     assert page.evaluate(TEXT) == "one two", "what has come stays"
     told = page.inner_text(".message.assistant .tools")
     assert "stopped" in told and "about 2 tokens" in told
@@ -218,7 +218,7 @@ def test_several_chats_are_kept(page: Any, service: FakeService) -> None:
 def open_tab(page: Any, address: str) -> Any:
     """Another page of the same browser, which shares its storage."""
     tab = page.context.new_page()
-    tab.set_default_timeout(20_000)
+    tab.set_default_timeout(60_000)
     tab.goto(address)
     until(tab, "document.querySelector('#model').options.length > 0")
     return tab

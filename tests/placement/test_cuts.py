@@ -31,6 +31,33 @@ def test_the_fastest_ring_is_the_best_of_those_that_may_be() -> None:
     assert n_used.count(3) > 3 and n_used.count(4) > 3
 
 
+def test_copies_of_caches_in_front_of_a_cut_need_memory() -> None:
+    """Blocks 2 and 3 have large caches, which the last three blocks read: a stage behind them has copies."""
+    large, reader = block(10, page_bytes=600_000), block(10, page_bytes=0)
+    blocks = (block(), block(), large, large, reader, reader, reader)
+    copied = tuple(tuple(i for i in (2, 3) if i < cut < 7) for cut in range(8))
+    rng, n_other = random.Random(4), 0
+    for _ in range(40):
+        nodes = [node(f"n{i}", rng.choice([0.5, 1.0]), rng.randrange(110, 220)) for i in range(3)]
+        cost, without = (
+            CostModel(cluster(*nodes), replace(model(7, blocks), copied=one), Workload(8, 100))
+            for one in (copied, None)
+        )
+        terms = cost.terms(3)
+        for start in range(7):
+            fitting = [stop for stop in range(start, 8) if terms.fits(1, start, stop)]
+            assert terms.reach(1, start, 1e9) == max(fitting, default=start)
+            more = cost.memory(1, start, 7, 3).caches - without.memory(1, start, 7, 3).caches
+            assert more == sum(8 * blocks[k].cache_bytes(100) for k in copied[start])
+        best = min((cost.predict(*one).round_s for one in every_placement(cost)), default=None)
+        found, other = fastest(cost), fastest(without)
+        assert (found is None) == (best is None)
+        if found is not None:
+            assert cost.predict(found.order, found.counts).round_s == pytest.approx(best, rel=1e-8)
+            n_other += other is None or other.counts != found.counts
+    assert n_other
+
+
 def test_a_link_that_is_too_slow_for_the_rows_of_a_cut_does_not_hide_another_cut() -> None:
     """The way round is the shortest with (0, 3, 5); but its first link takes 9.25 ms for a frame, and no stage of (3, 3, 2)
     more than 9 ms.

@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,12 +33,14 @@ from mdi.checkpoint.weights import WeightSource
 from mdi.engine.rows import ArrayRows
 from mdi.errors import CheckpointError, EngineError, RingError
 from mdi.families.registry import FAMILIES
+from mdi.kernels import library
 from mdi.kernels.slices import Slices
 from mdi.kernels.states import StateStore
 from mdi.model.caches import SLACK, StateClass
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.placement.model import model_shape
 from mdi.spec.cluster import standalone
+from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.store import CacheReport
 from mdi.stages.torch_stage import Stage, StarterStage
 from references.test_exported import PROGRAM
@@ -47,7 +50,8 @@ from secondaries import cluster_of, secondaries
 from tiny_checkpoint import tokenizer
 
 FOLDER = Path(__file__).parents[2] / ".venv-references" / "delta"
-TOLERANCE, IN_STEPS = 1e-4, 3e-5  # transformers takes in a prompt in another form, in pieces of 64
+TOLERANCE = 1e-4  # transformers takes in a prompt in another form, in pieces of 64
+IN_STEPS = {"torch": 3e-5, "kernels": 6e-5}
 FRAMES = (20, 1, 1, 37)
 
 
@@ -57,6 +61,15 @@ def _is_written() -> bool:
 
 
 pytestmark = pytest.mark.skipif(not _is_written(), reason="no models of transformers: make references")
+AnyStage = Stage | KernelStage
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def computing(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    if found == "kernels" and library.load() is None:
+        pytest.skip(f"no kernels: {library.why_not()}")
+    return found
 
 
 def folder_of(name: str, tmp_path: Path) -> tuple[Path, list[int], np.ndarray]:
@@ -68,10 +81,19 @@ def folder_of(name: str, tmp_path: Path) -> tuple[Path, list[int], np.ndarray]:
 
 
 def stages_of(
-    source: WeightSource, bounds: Sequence[int], max_length: int, config: ModelConfig | None = None
-) -> list[Stage]:
-    spec, cpu, stages = spec_of(config or source.config), torch.device("cpu"), list[Stage]()
+    source: WeightSource,
+    bounds: Sequence[int],
+    max_length: int,
+    config: ModelConfig | None = None,
+    computing: str = "torch",
+) -> list[AnyStage]:
+    spec, cpu, stages = spec_of(config or source.config), torch.device("cpu"), list[AnyStage]()
     for node, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if computing == "kernels":
+            weights = Resident(stage_parts(start, stop, starter=node == 0), source.weights)
+            stages.append(own := KernelStage(spec, start, stop, weights))
+            own.prepare(max_length)
+            continue
         stage = StarterStage(spec, stop) if node == 0 else Stage(spec, start, stop)
         stage.load(stage_parts(start, stop, starter=node == 0), source.tensors, cpu, torch.float32)
         stage.prepare(max_length, cpu, torch.float32)
@@ -79,9 +101,14 @@ def stages_of(
     return stages
 
 
-def rows_of(stages: list[Stage], ids: Sequence[int], start: int = 0, seq_id: int = 0) -> np.ndarray:
+def rows_of(stages: Sequence[AnyStage], ids: Sequence[int], start: int = 0, seq_id: int = 0) -> np.ndarray:
     """Logits behind each of some ids, from one frame."""
-    first, slices = stages[0], [(seq_id, start, len(ids))]
+    first, slices = stages[0], [(seq_id, start, len(ids), len(ids))]
+    if isinstance(first, KernelStage):
+        rows = first.embed(np.array(ids), slices)
+        for one in stages:
+            rows = one(rows, slices)
+        return first.head(rows)
     assert isinstance(first, StarterStage)
     x = first.embed(torch.tensor(ids), slices)  # type: ignore[arg-type]
     for stage in stages:
@@ -90,7 +117,7 @@ def rows_of(stages: list[Stage], ids: Sequence[int], start: int = 0, seq_id: int
     return found
 
 
-def logits_of(stages: list[Stage], ids: list[int], frames: Sequence[int] = FRAMES) -> np.ndarray:
+def logits_of(stages: Sequence[AnyStage], ids: list[int], frames: Sequence[int] = FRAMES) -> np.ndarray:
     found, start = list[np.ndarray](), 0
     while start < len(ids):
         n = min(frames[len(found) % len(frames)], len(ids) - start)
@@ -100,20 +127,27 @@ def logits_of(stages: list[Stage], ids: list[int], frames: Sequence[int] = FRAME
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers(name: str, computing: str, tmp_path: Path) -> None:
     folder, ids, expected = folder_of(name, tmp_path)
     source = open_source(folder)
     n_layer = source.config.n_layer
-    found = logits_of(stages_of(source, [0, n_layer], len(ids)), ids)
+
+    def found_by(source: WeightSource, cuts: Sequence[int] = (), frames: Sequence[int] = FRAMES) -> np.ndarray:
+        stages = stages_of(source, [0, *cuts, n_layer], len(ids), computing=computing)
+        return logits_of(stages, ids, frames)
+
+    found = found_by(source)
     assert np.abs(found - expected).max() < TOLERANCE and np.ptp(expected) > 5
-    assert np.array_equal(logits_of(stages_of(source, [0, 1, 2, n_layer], len(ids)), ids), found)
-    steps = logits_of(stages_of(source, [0, n_layer], len(ids)), ids, (1,))
-    assert np.abs(steps - np.load(folder / "steps.npy")).max() < IN_STEPS
+    assert np.array_equal(found_by(source, (1, 2)), found)
+    steps = found_by(source, frames=(1,))
+    assert np.abs(steps - np.load(folder / "steps.npy")).max() < IN_STEPS[computing]
+    if computing == "kernels":
+        assert np.array_equal(steps, found)
     (made := tmp_path / "made").mkdir()
     convert(folder, target=made, progress=False)
     again = open_source(made)
     assert again.config == source.config and not any("mtp" in key or "visual" in key for key in again.specs)
-    assert np.array_equal(logits_of(stages_of(again, [0, n_layer], len(ids)), ids), found)
+    assert np.array_equal(found_by(again), found)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -244,14 +278,14 @@ def test_exported_models_have_the_same_logits_in_transformers(tmp_path: Path) ->
 
 
 # Sequences that are cut, copied, moved to another node and freed have the rows of texts that were computed alone.
-CLOSE = 2e-4
+CLOSE = {"torch": 2e-4, "kernels": 0.0}
 
 
 class Texts:
     """Logits of texts computed alone, one after the other."""
 
-    def __init__(self, source: WeightSource) -> None:
-        self._stages = stages_of(source, [0, source.config.n_layer], 400)
+    def __init__(self, source: WeightSource, computing: str) -> None:
+        self._stages = stages_of(source, [0, source.config.n_layer], 400, computing=computing)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         found = [rows_of(self._stages, ids[at : at + 50], at) for at in range(0, len(ids), 50)]
@@ -261,10 +295,10 @@ class Texts:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_states_follow_their_sequences(seed: int) -> None:
+def test_states_follow_their_sequences(seed: int, computing: str) -> None:
     source, rng = open_source(FOLDER / "qwen3_5"), random.Random(seed)
-    stages, other = (stages_of(source, [0, 3, 5], 400) for _ in range(2))
-    alone, texts, far = Texts(source), dict[int, list[int]](), dict[int, int]()
+    stages, other = (stages_of(source, [0, 3, 5], 400, computing=computing) for _ in range(2))
+    alone, texts, far = Texts(source, computing), dict[int, list[int]](), dict[int, int]()
     done = set()
     for _ in range(40):
         seq_id = rng.randrange(3)
@@ -292,42 +326,45 @@ def test_states_follow_their_sequences(seed: int) -> None:
             texts[seq_id] = [*text[:start], *new]
             far[seq_id] = max(far.get(seq_id, 0) if text else 0, start)
             expected = alone.logits(texts[seq_id])[start:]
-            assert np.abs(found - expected).max() < CLOSE, (what, start, len(new))
+            assert np.abs(found - expected).max() <= CLOSE[computing], (what, start, len(new))
             done.add((what, start < len(text)))
     assert {("more", False), ("back", True)} <= done
 
 
 class Node:
-    """A stage in torch, whose rows are arrays."""
+    """A stage whose rows are arrays."""
 
     is_head_shared, rows = False, ArrayRows()
 
-    def __init__(self, source: WeightSource, start: int, stop: int) -> None:
-        spec, cpu = spec_of(source.config), torch.device("cpu")
-        self.inner = Stage(spec, start, stop) if start else StarterStage(spec, stop)
-        self.inner.load(stage_parts(start, stop, starter=not start), source.tensors, cpu, torch.float32)
-        self.inner.prepare(MAX_LENGTH, cpu, torch.float32)
-        self.row_in, self.row_out, self.returned_width = self.inner.row_in, self.inner.row_out, spec.width
+    def __init__(self, source: WeightSource, start: int, stop: int, computing: str) -> None:
+        bounds = [start, stop] if start == 0 else [0, start, stop]
+        self.inner = stages_of(source, bounds, MAX_LENGTH, computing=computing)[-1]
+        self.row_in, self.row_out = self.inner.row_in, self.inner.row_out
+        self.returned_width = spec_of(source.config).width
         self.caches, self.classes = self.inner.caches, tuple(self.inner.caches.classes)
 
     def embed(self, ids: np.ndarray, slices: Slices) -> np.ndarray:
-        found: np.ndarray = self.inner.embed(torch.from_numpy(np.array(ids)), slices).numpy()
-        return found
+        return _array(self.inner.embed(self._given(np.array(ids)), slices))  # type: ignore[union-attr]
 
     def head(self, x: np.ndarray) -> np.ndarray:
-        found: np.ndarray = self.inner.head(torch.from_numpy(np.array(x))).numpy()
-        return found
+        return _array(self.inner.head(self._given(np.array(x))))  # type: ignore[union-attr]
 
     def __call__(self, x: np.ndarray, slices: Slices, taps: Sequence[int] = ()) -> np.ndarray:
-        found: np.ndarray = self.inner(torch.from_numpy(np.array(x)), slices).numpy()
-        return found
+        return _array(self.inner(self._given(np.array(x)), slices))
+
+    def _given(self, x: np.ndarray) -> Any:
+        return x if isinstance(self.inner, KernelStage) else torch.from_numpy(x)
+
+
+def _array(x: Any) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else np.array(x.numpy())
 
 
 @pytest.mark.parametrize("loss", ["none", "link", "0", "all"])
-def test_tokens_of_a_ring_with_guesses_forks_prefixes_and_losses(loss: str) -> None:
+def test_tokens_of_a_ring_with_guesses_forks_prefixes_and_losses(loss: str, computing: str) -> None:
     source = open_source(FOLDER / "qwen3_5")
     prompts = [prompt(70, 1), prompt(70, 1), prompt(3, 2), prompt(150, 3)]
-    stages = stages_of(source, [0, 5], MAX_LENGTH)
+    stages = stages_of(source, [0, 5], MAX_LENGTH, computing=computing)
 
     def alone(ids: list[int]) -> list[int]:
         text = [*ids]
@@ -342,7 +379,7 @@ def test_tokens_of_a_ring_with_guesses_forks_prefixes_and_losses(loss: str) -> N
     expected = [alone(ids) for ids in prompts]
     after = [*prompts[3], *expected[3], 7, 8]
     truth = [*expected, alone(after)]
-    ring = Ring(lambda start, stop: Node(source, start, stop), (0, 1, 3, 5))
+    ring = Ring(lambda start, stop: Node(source, start, stop, computing), (0, 1, 3, 5))
     ring.engine.speculation = Source(dict(enumerate(truth)))  # type: ignore[assignment]
     texts = [ring.submit(ids, 20 if i == 3 and loss != "none" else None, owner="a") for i, ids in enumerate(prompts)]
     if loss != "none":
@@ -360,9 +397,9 @@ def test_tokens_of_a_ring_with_guesses_forks_prefixes_and_losses(loss: str) -> N
         assert text.ids == truth[4]
 
 
-def test_states_take_the_memory_that_was_counted_and_go_back_as_far_as_they_say() -> None:
+def test_states_take_the_memory_that_was_counted_and_go_back_as_far_as_they_say(computing: str) -> None:
     source = open_source(FOLDER / "qwen3_5")
-    stages = stages_of(source, [0, 5], 400)
+    stages = stages_of(source, [0, 5], 400, computing=computing)
     store, (kind,) = stages[0].caches.stores[-1], [c for c in stages[0].caches.classes if isinstance(c, StateClass)]
     assert isinstance(store, StateStore)
     ids = [5] * 300

@@ -106,3 +106,16 @@ def test_a_model_fills_the_gap_and_one_without_marks_refuses(tmp_path: Path, nod
             assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
 
     run(scenario())
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_marks_in_a_users_file_are_words(marks: Any, tmp_path: Path) -> None:
+    """A file that has them, as one about such texts, keeps its gap where it is, and no letter is lost."""
+    of = with_tokens(tmp_path, *marks[:3], *marks.ends[:1])
+    said = f"a = '{marks.gap}' {marks.behind}{marks.behind} {''.join(marks.ends[:1])} {END}"
+    gap = with_gap(of, f"{BEFORE}{said}", f"{said}{BEHIND}", None, [END])
+    assert gap is not None
+    for mark in (*marks[:3], *marks.ends[:1], END):
+        assert gap.ids.count(of.token_to_id(mark)) == (mark in marks[:3])
+    text = of.processor.decode(gap.ids, skip_special_tokens=False)
+    assert text == f"{marks.before}{BEFORE}{said}{marks.behind}{said}{BEHIND}{marks.gap}"

@@ -87,12 +87,15 @@ def test_events_come_in_their_order_and_make_the_whole_answer(
         elif event["type"] == "content_block_delta":
             block, delta = message["content"][event["index"]], event["delta"]
             if delta["type"] == "input_json_delta":
-                block["input"] = json.loads(delta["partial_json"])
+                block["input"] = (block["input"] or "") + delta["partial_json"]
             else:
                 name = delta["type"].removesuffix("_delta")
                 block[name] += delta[name]
         else:
             assert event["index"] == len(message["content"]) - 1
+            block = message["content"][event["index"]]
+            if block["type"] == "tool_use":
+                block["input"] = json.loads(block["input"])
     message |= events[-2]["delta"]
     message["usage"] = events[-2]["usage"]
     assert message["stop_reason"] == stop_reason
@@ -260,8 +263,8 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
         (said({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}), "messages[0]"),
         (said({"type": "redacted_thinking"}), "messages"),
         ({"system": 1}, "system"), ({"system": [{"type": "image"}]}, "system"),
-        ({"tools": {}}, "tools"), ({"tools": [1]}, "tools"), ({"tools": [{}]}, "tools"), ({"tools": [LOOK] * 129}, "tools"),
-        ({"tools": [{**LOOK, "input_schema": 1}]}, "tools"), ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": {}}, "tools"), ({"tools": [1]}, "tools"), ({"tools": [{}]}, "tools[0].name"), ({"tools": [LOOK] * 129}, "tools"),
+        ({"tools": [{**LOOK, "input_schema": 1}]}, "tools[0].input_schema"), ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({**TOOLS, "tool_choice": {"type": "tool", "name": "go"}}, "tool_choice"),
         ({"tool_choice": {"type": ["a"]}}, "tool_choice"),
         ({"tool_choice": 1}, "tool_choice"), ({"stop_sequences": "a"}, "stop_sequences"), 

@@ -228,7 +228,8 @@ def test_what_codex_sends_is_read() -> None:
         "text": {"verbosity": "low", "format": {"type": "json_schema", "strict": True, "name": "n", "schema": schema}},
     }  # fmt: skip
     request = ResponseRequest(body)
-    assert request.fields.grammar == {"type": "schema", "schema": schema} and request.fields.is_streamed
+    assert request.fields.grammar == {"type": "schema", "schema": schema, "param": "text.format"}
+    assert request.fields.is_streamed
     assert request.conversation.values == {"reasoning_effort": "xhigh"}
     for nothing in ({"reasoning": None, "text": None, "previous_response_id": None}, {"text": {"format": None}}):
         assert ResponseRequest({"input": "a", **nothing}).fields.grammar is None
@@ -267,8 +268,8 @@ def refused(call: Callable[[], Any]) -> tuple[str | None, str]:
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"), ({"prompt": {"id": "p"}}, "prompt"), ({"instructions": ["a"]}, "instructions"),
-        ({"tools": {}}, "tools"), ({"tools": [1]}, "tools"), ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [LOOK] * 129}, "tools"), ({"tools": [{**LOOK, "parameters": 1}]}, "tools"),
+        ({"tools": {}}, "tools"), ({"tools": [1]}, "tools"), ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [LOOK] * 129}, "tools"), ({"tools": [{**LOOK, "parameters": 1}]}, "tools[0].parameters"),
         ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "tools": [1]}}, "tools"), ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"), ({"text": {"format": {"type": "xml"}}}, "text.format"),

@@ -19,8 +19,9 @@ from families import greedy
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.source import open_source
 from mdi.cli.serve_settings import serve_settings
-from mdi.errors import UsageError
+from mdi.errors import Code, NoMemoryError, UsageError
 from mdi.model.plain import ModelConfig
+from mdi.net.hello import Fault
 from mdi.node.secondary import SecondaryNode
 from mdi.serve.api_errors import ApiError
 from mdi.serve.catalog import Catalog
@@ -120,3 +121,83 @@ def test_requests_choose_an_adapter_by_model(tmp_path: Path) -> None:
         assert made.ask("POST", "/v1/completions", {"prompt": "a", "model": "other"})[0] == 404
     finally:
         made.end()
+
+
+def test_adapters_come_and_go_while_texts_are_written(folder: Path, nodes: list[SecondaryNode], tmp_path: Path) -> None:
+    """Texts under way keep theirs, and have the tokens that they have alone."""
+    made_up = (("sql", 1), ("law", 2), ("art", 3))
+    merged = {name: write_adapter(tmp_path / name, tiny_gpt(), seed) for name, seed in made_up}
+    expected = {name: greedy(gpt, encode(TEXT), 200) for name, gpt in merged.items()}
+    expected["one"] = right("one", 200)
+
+    async def scenario() -> None:
+        async with server(folder, nodes, adapter=(f"sql={tmp_path / 'sql'}",)) as made:
+
+            async def told(name: str, n: int = 200) -> None:
+                assert await made.write(name, n) == expected[name][:n], name
+
+            def is_written(n: int) -> bool:
+                return made.engine.texts()[0] >= n
+
+            texts = [asyncio.create_task(told(name)) for name in ("sql", "one", "sql")]
+            await made.until(lambda: is_written(3))
+            for name in ("law", "art"):
+                await made.models.load_adapter(name, str(tmp_path / name))
+            assert not all(one.done() for one in texts), "the test asks for longer texts"
+            texts += [asyncio.create_task(told(name)) for name in ("law", "art")]
+            await made.until(lambda: made.models.idle_s("law") == 0.0 and is_written(2))
+            leaving = asyncio.create_task(made.models.unload_adapter("sql"))
+            await asyncio.sleep(0)
+            with pytest.raises(ApiError, match="there is no model 'sql'; there are one, law, art, three, two"):
+                await made.write("sql", 3)
+            await asyncio.gather(*texts, leaving)
+            assert made.api.catalog.adapters == made.host.loaded["one"].run.adapters == ("law", "art")
+            await asyncio.gather(told("law", 20), told("one", 20), told("art", 20))
+            await made.models.load_adapter("sql", str(tmp_path / "sql"))  # it takes the number that was freed
+            await asyncio.gather(told("law", 20), told("sql", 20), told("art", 20))
+
+            for name, at, why in (
+                ("law", "law", "there is a model law, or an adapter, already"), ("two", "law", "there is a model two"),
+                ("new", "none", "cannot be read"), ("a b", "law", "expected NAME=DIR"),
+            ):  # fmt: skip
+                with pytest.raises(ApiError, match=why) as refused:
+                    await made.models.load_adapter(name, str(tmp_path / at))
+                assert refused.value.status == 400
+            with pytest.raises(ApiError, match="there is no adapter 'two'"):
+                await made.models.unload_adapter("two")
+            await told("law", 20)
+
+            # A ring that is lost is formed with those that are there now.
+            lost = made.host.loaded["one"]
+            lost.run.ring.link.fail(Fault("", "as a test wants", "starter", Code.ENGINE))  # type: ignore[union-attr]
+            await made.until(lambda: "one" in made.serving)
+            await asyncio.gather(told("law", 20), told("sql", 20), told("one", 20))
+
+    run(scenario())
+
+
+def test_a_ring_goes_on_where_a_node_cannot_have_an_adapter(
+    folder: Path, nodes: list[SecondaryNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_adapter(tmp_path / "sql", tiny_gpt(), 1)
+
+    async def scenario() -> None:
+        async with server(folder, nodes) as made:
+            text = asyncio.create_task(made.write("one", 200))
+            await made.until(lambda: made.engine.texts()[0] == 1)
+            with monkeypatch.context() as patch:
+
+                def no_memory(*_: Any, **__: Any) -> None:
+                    raise NoMemoryError("a node has no memory for it")
+
+                patch.setattr("mdi.stages.store.StageStore.reserve", no_memory)
+                with pytest.raises(ApiError, match="no memory"):
+                    await made.models.load_adapter("sql", str(tmp_path / "sql"))
+            assert await text == right("one", 200)
+            assert made.api.catalog.adapters == made.host.loaded["one"].run.adapters == ()
+            with pytest.raises(ApiError, match="there is no model 'sql'"):
+                await made.write("sql", 3)
+            await made.models.load_adapter("sql", str(tmp_path / "sql"))
+            assert len(await made.write("sql", 3)) == 3
+
+    run(scenario())

@@ -28,6 +28,7 @@ from mdi.serve.completions import Completion, CompletionChoices
 from mdi.serve.endpoint import Answers
 from mdi.serve.engine_client import EngineClient
 from mdi.serve.host import Outlet
+from mdi.serve.messages import MessageRequest
 from mdi.serve.models import LoadedModel, Models, ServedTokenizer
 from mdi.serve.openai import usage_of
 from mdi.serve.request import (
@@ -44,6 +45,7 @@ from mdi.serve.request import (
     read_fields,
     write_texts,
 )
+from mdi.serve.responses import ResponseRequest
 from mdi.serve.tools import parse_tools
 from mdi.text.answers.events import End, Reasoning, Text
 from mdi.text.answers.forms import WORDS
@@ -604,3 +606,32 @@ def test_of_tokens_that_are_no_text_the_best_counts() -> None:
     ends = [*codec.eos_ids, codec.vocab_size + 1]
     found = TextLogprobs(codec).take(TextPiece(0, [], ends[:1], [(-0.5, [(ends[0], -0.5), (ends[-1], -2.0)])]))
     assert found is not None and found["top_logprobs"] == [{"": -0.5}]
+
+
+@pytest.mark.parametrize("name", ["name", "description", "parameters"])
+def test_what_is_wrong_with_a_tool_is_told_by_the_name_of_its_field(name: str) -> None:
+    user, schema = {"role": "user", "content": "x"}, {"type": "object"}
+    value: Any = {"name": "a b", "description": 5, "parameters": []}[name]
+    function = {"name": "a", "description": "b", "parameters": schema, name: value}
+    chat = [TOOL, {"type": "function", "function": function}]
+    assert refused(lambda: Chat({"messages": [user], "tools": chat}))[0] == f"tools[1].function.{name}"
+    # those that are left out count, too
+    flat = [{"type": "web_search"}, {"type": "function", **function}]
+    assert refused(lambda: ResponseRequest({"input": "x", "tools": flat}))[0] == f"tools[1].{name}"
+    own = "input_schema" if name == "parameters" else name
+    blocks = [{"type": "bash_1"}, {"name": "a", "description": "b", "input_schema": schema, own: value}]
+    asked = {"messages": [user], "max_tokens": 1, "tools": blocks}
+    assert refused(lambda: MessageRequest(asked))[0] == f"tools[1].{own}"
+    assert refused(lambda: Chat({"messages": [user], "tools": [TOOL, 1]}))[0] == "tools[1]"
+
+
+def test_a_schema_is_known_by_the_field_that_has_it() -> None:
+    user, go = {"role": "user", "content": "x"}, {"name": "go", "parameters": {"type": "object"}}
+    tools = [TOOL, {"type": "function", "function": go}]
+    one = {"type": "function", "function": {"name": "go"}}
+    for choice, param in ((one, "tools[1].function.parameters"), ("required", "tools")):
+        grammar = Chat({"messages": [user], "tools": tools, "tool_choice": choice}).fields.grammar
+        assert grammar is not None and grammar["param"] == param
+    asked = {"messages": [user], "max_tokens": 1, "tools": [{**go, "input_schema": {}}]}
+    grammar = MessageRequest({**asked, "tool_choice": {"type": "tool", "name": "go"}}).fields.grammar
+    assert grammar is not None and grammar["param"] == "tools[0].input_schema"

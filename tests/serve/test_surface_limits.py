@@ -18,6 +18,7 @@ from mdi.serve.embeddings import EMBEDDINGS, OLLAMA_EMBEDDINGS
 from mdi.serve.endpoint import Surface
 from mdi.serve.messages import MESSAGES, TOKEN_COUNTS
 from mdi.serve.ollama import CHATS as OLLAMA_CHATS
+from mdi.serve.ollama import GENERATIONS
 from mdi.serve.responses import RESPONSES
 from mdi.serve.schemas import SCHEMA_LIMIT
 from mdi.serve.tools import LONGEST_TOOLS, MOST_TOOLS
@@ -63,6 +64,42 @@ def test_tools_and_messages_have_limits(name: str) -> None:
         with pytest.raises(ApiError) as caught:
             surface.read(wrong)
         assert caught.value.status == 400 and caught.value.body["error"]["param"] == said
+
+
+IMAGES: dict[str, tuple[Surface, dict[str, Any]]] = {
+    "chat": (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+    "responses": (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
+    "responses, of a tool": (
+        RESPONSES,
+        {"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]}]},
+    ),
+    "messages": (MESSAGES, {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    "messages, of a tool": (
+        MESSAGES,
+        {
+            "max_tokens": 5,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {}}]}
+                    ],
+                }
+            ],
+        },
+    ),
+    "counts": (TOKEN_COUNTS, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
+    "ollama": (OLLAMA_CHATS, {"model": "m", "messages": [{**SAID, "images": ["aGk="]}]}),
+    "ollama, a prompt": (GENERATIONS, {"model": "m", "prompt": "a", "images": ["aGk="]}),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_are_refused_with_the_reason(name: str) -> None:
+    surface, body = IMAGES[name]
+    with pytest.raises(ApiError) as caught:
+        surface.read(body)
+    assert caught.value.status == 400 and "language part alone" in str(caught.value)
 
 
 def test_all_but_the_smallest_answers_wait_for_their_turn(folder: Path, nodes: list[SecondaryNode]) -> None:

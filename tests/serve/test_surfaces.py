@@ -151,7 +151,7 @@ def test_a_silent_stream_gets_signs_of_life_until_it_ends(monkeypatch: pytest.Mo
         await asyncio.sleep(0.5)
         assert len(sent) == n_sent, "not behind the end"
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 @pytest.mark.parametrize(("surface", "kind"), [(MESSAGES, MessageRequest), (RESPONSES, ResponseRequest)])

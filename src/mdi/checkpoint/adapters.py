@@ -24,7 +24,7 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,12 @@ from mdi.checkpoint.virtual_rows import MOST_VIRTUAL, PREFIX_KEY, PREFIX_VALUE, 
 from mdi.checkpoint.weightfile import SafetensorsFile
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, Code, UsageError
-from mdi.families.names import row_counts
+from mdi.families.names import Held, row_counts
 from mdi.families.registry import places_of
 from mdi.kernels.blocks import LAYERS, MOST_ADAPTERS, MOST_RANK, LowRank
 from mdi.kernels.layout import floats
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.model.spec import ModelSpec
+from mdi.model.spec import Attention, Mixer, ModelSpec
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE_KEY = (
@@ -116,6 +116,17 @@ class AdaptedRows:
     first: int
     rows: tuple[int, int]
     is_interleaved: bool = False
+    of_heads: tuple[int, int, int] | None = (
+        None  # of each so many of these rows, those from one on: see families.names.Piece
+    )
+
+    def numbers(self, spec: ModelSpec) -> np.ndarray:
+        """Of the rows of B that the layer gets, in its order."""
+        rows = np.arange(*self.rows)
+        if self.of_heads is not None:
+            first, n, period = self.of_heads
+            return rows.reshape(-1, period)[:, first : first + n].reshape(-1)
+        return rows[interleaved_rows(spec)] if self.is_interleaved else rows
 
     def name(self, block: int, number: int) -> str:
         """Of the two tensors that a node gets for them, without ".a" and ".b"."""
@@ -125,12 +136,19 @@ class AdaptedRows:
 def adapted_rows(config: ModelConfig, where: str, block: int, module: str) -> tuple[tuple[AdaptedRows, ...], int, int]:
     """A module's rows among our layers, none if the model has no such module, and its number of outputs and inputs."""
     shapes = part_shapes(config, where, f"block.{block}")
-    found, n_rows, n_in = [], 0, 0
+    found, n_rows, n_in, mixer = [], 0, 0, spec_of(config).blocks[block].mixer
+    has_gate = isinstance(mixer, Attention) and mixer.has_gate
     for layer in LAYERS:
         shape = shapes.get(f"transformer.h.{block}.{layer}.weight")
         for known in places_of(config, layer) if shape is not None else ():
+            if layer.startswith("attn.") and layer != "attn.proj" and has_gate != (known.heads is not None):
+                continue  # queries and their gates are in one module
             assert shape is not None
-            if known.modules == (module,):
+            if known.heads is not None:
+                for first, (n_heads, *of_heads) in _of_heads(known, mixer, module):
+                    n_rows, n_in = n_heads * of_heads[2], shape[1]
+                    found.append(AdaptedRows(layer, first, (0, n_rows), of_heads=tuple(of_heads)))
+            elif known.modules == (module,):
                 found.append(AdaptedRows(layer, 0, (n_rows, n_rows + shape[0]), known.is_interleaved))
                 n_rows, n_in = n_rows + shape[0], shape[1]
             elif module in known.modules:
@@ -140,6 +158,16 @@ def adapted_rows(config: ModelConfig, where: str, block: int, module: str) -> tu
                 found.append(AdaptedRows(layer, sum(counts[:which]), (0, n)))
                 n_rows, n_in = n, shape[1]
     return tuple(found), n_rows, n_in
+
+
+def _of_heads(known: Held, mixer: Mixer, module: str) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
+    """Of rows of heads that a module has: where they begin in our layer, and `Held.heads`."""
+    assert known.heads is not None
+    first = 0
+    for name, one in zip(known.modules, known.heads(mixer), strict=True):
+        if name == module:
+            yield first, one
+        first += one[0] * one[2]
 
 
 @dataclass(frozen=True)
@@ -246,6 +274,10 @@ class Adapter(ABC):
         """The same as numbers, float32."""
 
     @property
+    def _spec(self) -> ModelSpec:
+        return spec_of(self._config)
+
+    @property
     def _settings_path(self) -> Path:
         return self.folder / CONFIG_FILE
 
@@ -338,7 +370,7 @@ class LowRankAdapter(Adapter):
             for piece in module.pieces:
                 name = piece.name(block, self.number)
                 found[f"{name}.a"] = TensorSpec("F32", (rank, n_in))
-                found[f"{name}.b"] = TensorSpec("F32", (rank, piece.rows[1] - piece.rows[0]))
+                found[f"{name}.b"] = TensorSpec("F32", (rank, len(piece.numbers(self._spec))))
         return found
 
     def arrays(self, block: int) -> dict[str, np.ndarray]:
@@ -346,12 +378,9 @@ class LowRankAdapter(Adapter):
         for module in self.modules.get(block, ()):
             a, b = self._floats(module.a), self._floats(module.b)
             for piece in module.pieces:
-                rows = b[slice(*piece.rows)]
-                if piece.is_interleaved:
-                    rows = rows[interleaved_rows(spec_of(self._config))]
                 name = piece.name(block, self.number)
                 found[f"{name}.a"] = a
-                found[f"{name}.b"] = np.ascontiguousarray(rows.T * self._factor)
+                found[f"{name}.b"] = np.ascontiguousarray(b[piece.numbers(self._spec)].T * self._factor)
         return found
 
 

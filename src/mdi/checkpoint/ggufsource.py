@@ -175,6 +175,9 @@ class GgufSource(WeightSource):
         found = []
         for i, own in spans([_n_rows(piece, part) for piece, part in zip(pieces, parts, strict=True)], at):
             piece, part = pieces[i], parts[i]
+            if piece.is_transposed:
+                found.append(read(piece, part).T[own])
+                continue
             first, last, places = own.start, own.stop, self._places(piece, part.shape[0], own)
             if not isinstance(places, slice) and len(places):
                 first, last = int(places.min()), int(places.max()) + 1
@@ -206,8 +209,9 @@ class GgufSource(WeightSource):
         codes = {spec.dtype for spec in specs}
         if any(piece.plus or piece.is_neg_exp for piece in pieces) and codes != {"F32"}:
             raise CheckpointError(f"{self.path}: {pieces[0].tensor} is not in F32, as llama.cpp keeps norms")
+        rest = specs[0].shape[:1] if pieces[0].is_transposed else specs[0].shape[1:]
         # of several types the one that holds all
-        return TensorSpec(codes.pop() if len(codes) == 1 else "F32", (n_rows, *specs[0].shape[1:]))
+        return TensorSpec(codes.pop() if len(codes) == 1 else "F32", (n_rows, *rest))
 
     def _part(self, piece: Piece) -> GgufTensor:
         """The bytes of a piece in the file. Raises CheckpointError: the tensor is of another shape."""
@@ -241,6 +245,8 @@ class GgufSource(WeightSource):
 def _n_rows(piece: Piece, part: GgufTensor) -> int:
     """Rows of ours that a piece has."""
     numbers = piece.row_numbers
+    if piece.is_transposed:
+        return part.shape[1]
     return part.shape[0] if numbers is None else len(numbers)
 
 

@@ -40,7 +40,7 @@ from mdi.model.tensors import EMBEDDING, HEAD
 
 # Parts of a model that also sees or hears, beside its language part.
 _OTHER_PARTS = re.compile(
-    r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|visual|embed_vision|embed_audio)\."
+    r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|mm_projector|visual|embed_vision|embed_audio)\."
 )
 # Modules that predict several tokens (MTP) have this name, or numbers of blocks behind the last one.
 _PREDICTING = re.compile(r"(model\.)?mtp\.")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 
-from mdi.model.spec import Attention, LatentAttention, ModelSpec
+from mdi.model.spec import Attention, DeltaNet, LatentAttention, ModelSpec
 
 MOST_VIRTUAL = 1 << 12  # rows of a prompt or prefix
 PROMPT_TENSOR, PREFIX_KEY, PREFIX_VALUE = "prompt", "prefix_key", "prefix_value"
@@ -43,7 +43,9 @@ def why_no_rows(is_prefix: bool, spec: ModelSpec) -> str | None:
         verb = verb if ends.embedding_factor is None else "multiplies"
         return f"{verb} its embeddings, so that rows before them have no one form in other programs"
     if any(isinstance(one.mixer, LatentAttention) for one in spec.kinds):
-        return "has latent attention, which the kernels do not compute"
+        return "has latent attention, before which such rows are not computed"
+    if is_prefix and any(isinstance(one.mixer, DeltaNet) for one in spec.kinds):
+        return "has gated delta nets, whose states no prefix has"
     if is_prefix and spec.has_window:
         return "has attention in windows, which see no prefix"
     if is_prefix and any(one.cache_of is not None for one in spec.kinds):

@@ -1,6 +1,9 @@
 """Examine a cluster before a run: contact every node, test every link of the ring from both ends, and say what is wrong
 and what to do. The nodes must be running. Exit status 0 only if there is no problem.
 
+With --model FILE, no cluster is examined: this machine computes a few short texts with the GGUF file, and so does llama.cpp, if
+llama-cpp-python is installed. What differs is printed: ids of tokens, and the best next tokens with their log probabilities.
+
 examples:
   mdi doctor
       the machines of your key, which `mdi join` fetched or `--machines` made
@@ -8,13 +11,17 @@ examples:
       ... and check whether the blocks of this model fit
   mdi doctor --nodes-config nodes.json
       the nodes of that file
+  mdi doctor --model model.gguf
+      does this program compute the model as llama.cpp does?
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mdi.spec.combinations import COMPARED, facts_of, refuse
 from mdi.spec.options import ACCESS, COMMON, Options
 from mdi.spec.parser import Parser
 from mdi.terminal import show
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Parser) -> None:
     parser.options(
-        None, "nodes_config", *ACCESS, "addr", "ckpt", "layers", "deadline", "json", *COMMON,
+        None, "nodes_config", *ACCESS, "addr", "ckpt", "layers", "deadline", "compared", "json", *COMMON,
         nodes_config={"help": "nodes file (default: the machines of the key, else {nodes_config} if it is there)"},
         ckpt={"help": "also check whether the blocks of this checkpoint fit"},
         layers={"help": "blocks per node, starter first (default: an even split)"},
@@ -34,6 +41,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Options, cancel: Cancel) -> int:
+    if options.compared is not None:
+        return _compare(options, cancel)
     cluster = _cluster(options, cancel)
     if options.ckpt is not None:
         from mdi.cli.session import check_cut, with_model
@@ -47,6 +56,33 @@ def run(options: Options, cancel: Cancel) -> int:
     report = examine(cluster, options.deadline, _needed_bytes(options, cluster), default_cache_dir(), cancel)
     show(json.dumps(report.to_json()) if options.json else str(report))
     return 0 if report.is_ok else 1
+
+
+def _compare(options: Options, cancel: Cancel) -> int:
+    """The model of --model on this machine, beside llama.cpp. Raises MdiError."""
+    refuse({**facts_of(options), COMPARED: COMPARED}, COMPARED)
+    from mdi.checkpoint.folder import gguf_file
+    from mdi.cli.session import run_options, with_model
+    from mdi.errors import UsageError
+    from mdi.kernels.weight_formats import OWN
+    from mdi.run.comparing import ROOM, compare, lines, other_of, to_json
+    from mdi.run.nodes import NodeSource
+    from mdi.run.run import Run
+    from mdi.spec.cluster import standalone
+
+    options = with_model(replace(options, model=options.compared), cancel)
+    file = None if options.ckpt is None else gguf_file(options.ckpt)
+    if file is None:
+        raise UsageError(
+            f"--model {options.compared}: llama.cpp reads GGUF files only; `mdi prepare-model {options.compared} --export gguf "
+            "--out DIR` writes one"
+        )
+    other, others = other_of(file)
+    asked = run_options(replace(options, quantize=OWN, draft="none"))
+    with Run(NodeSource(standalone), asked, ROOM, n_texts=1, cancel=cancel) as ring:
+        found = compare(ring, other, others)
+        show(json.dumps(to_json(found)) if options.json else "\n".join(lines(found, ring)))
+    return 0 if found.is_ok else 1
 
 
 def _cluster(options: Options, cancel: Cancel) -> ClusterConfig:

@@ -11,6 +11,8 @@ examples:
   mdi plan --example > cluster.json
       profiles of three single-board computers; change them to yours
   mdi plan Qwen/Qwen3-0.6B --profiles cluster.json --placement latency
+  mdi plan Qwen/Qwen3-0.6B --profiles cluster.json --aim clients --per-client 4096:2
+      how many texts of 4,096 tokens get 2 tokens/s each or more
   mdi plan openai/gpt-oss-20b --profiles cluster.json --quantize mxfp4 --nodes starter secondary1 --json
       with only these two nodes
 """
@@ -50,6 +52,9 @@ FIRST = (
 )  # fmt: skip
 
 
+DEFAULT_PROMPT = 512  # tokens
+
+
 def add_arguments(parser: Parser) -> None:
     parser.options(
         "nodes", "profiles", "nodes_config", *ACCESS, "fresh", "wait_s", "save_profiles", "only", "example",
@@ -63,10 +68,15 @@ def add_arguments(parser: Parser) -> None:
         dtype={"help": "without a weight format: number type of weights and computing", "choices": DTYPES},
     )  # fmt: skip
     parser.options(
-        "run", "replay_memory", "n_samples", "sequence_length", "draft", "draft_rate",
+        "run", "replay_memory", "n_samples", "sequence_length", "prompt_tokens", "memory", "aim", "per_client", "draft",
+        "draft_rate",
         draft={
             "help": "small model that guesses on the starter, which gets fewer blocks for it: its folder, or its name",
             "metavar": "DIR", "default": "none",
+        },
+        memory={
+            "help": "limit for the process of each node, such as 700MB: its weights are read from its disk while it computes "
+            "(default: as the profiles say; without a limit all weights are in memory)",
         },
         n_samples={"help": "sequences at once (%(default)s)", "metavar": "S", "default": 1},
         sequence_length={
@@ -262,10 +272,12 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     from mdi.block_ranges import parse_layers
     from mdi.engine.speculation import most_rows_of
     from mdi.model.plain import spec_of
+    from mdi.placement.clients import most_clients
     from mdi.placement.model import Workload, model_shape, with_paths
     from mdi.placement.parallel import stage_places
     from mdi.placement.plan import plan
     from mdi.placement.planning import smaller_shapes
+    from mdi.placement.windows import NodeWindows
     from mdi.tensor.shares import why_not_shared_out
 
     if options.only:
@@ -273,7 +285,11 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     config = _config(options, profile)
     shape = model_shape(config, options.quantize or options.dtype or profile.format, options.kv_dtype)
     profile = with_paths(profile, config, shape.config_hash, shape.format)
-    length = options.sequence_length or shape.context_length
+    if options.memory is not None:
+        profile = replace(profile, nodes=tuple(replace(node, window_bytes=options.memory) for node in profile.nodes))
+    if (options.aim == "clients") != (options.per_client is not None):
+        raise UsageError("--aim clients and --per-client L:X go together")
+    length = options.per_client[0] if options.per_client else options.sequence_length or shape.context_length
     if not 1 <= length <= shape.context_length:
         raise UsageError(
             f"--sequence-length {length}: {shape.name or 'the model'} has a context of {shape.context_length}"
@@ -288,16 +304,30 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
         small = _config_of(options.draft)
         draft_bytes = model_shape(small, options.quantize or options.dtype or profile.format).weight_bytes
     n_samples = 1 if options.n_samples is None else options.n_samples
+    workload = Workload(n_samples, length, replay_bytes=options.replay_memory, draft_bytes=draft_bytes)
+    has_windows, may_share = any(node.window_bytes for node in profile.nodes), why_not_shared_out(config) is None
+    clients = None
+    if options.per_client is not None and has_windows:
+        raise UsageError("--aim clients counts no windows of weights: leave --memory out")
+    if options.per_client is not None:
+        clients = most_clients(profile, shape, workload, options.per_client[1], may_share)
+        workload = replace(workload, n_sequences=max(1, clients.n))
+    n_prompt = options.prompt_tokens or min(DEFAULT_PROMPT, max(1, length - 1))
+    if n_prompt > length:
+        raise UsageError(f"--prompt-tokens {n_prompt}: a sequence has {length} tokens at most")
     found = plan(
         profile,
         shape,
-        Workload(n_samples, length, replay_bytes=options.replay_memory, draft_bytes=draft_bytes),
+        workload,
         method=options.placement or DEFAULT_PLACEMENT,
         layers=layers,
         measured=_measured(profile, config, shape),
         smaller=smaller_shapes(config, shape),
-        may_share=why_not_shared_out(config) is None,
+        may_share=may_share,
+        windows=NodeWindows(config, shape, profile, workload) if has_windows else None,
+        prompt_tokens=n_prompt,
     )
+    found = replace(found, clients=clients)
     if options.draft_rate is None:
         return found
     return found.with_draft(options.draft_rate, most_rows_of(spec_of(config).has_experts, has_window=False))

@@ -141,6 +141,8 @@ def _adjust(logits: np.ndarray, row: Row) -> None:
         tokens, biases = params.biases
         known = tokens < logits.size
         np.add.at(logits, tokens[known], biases[known])
+    if params.suppressed:  # not infinite: where nothing else is allowed, they are drawn all the same
+        logits[[token for token in params.suppressed if token < logits.size]] = -MOST_LOGIT
     if row.allowed is not None:
         logits[~row.allowed] = -np.inf
 

@@ -45,6 +45,7 @@ class SamplingParams:
             are negative.
         logit_bias: (token, number that is added to its logit).
         n_logprobs: how many of the best tokens' probabilities come with each token, besides its own; None: none at all.
+        suppressed: tokens that the model is not to write; what allows no other (a grammar) comes first.
     """
 
     n_tokens: int = 300
@@ -60,10 +61,12 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     n_logprobs: int | None = None
+    suppressed: tuple[int, ...] = ()
 
     @property
     def changes_logits(self) -> bool:
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1 or self.logit_bias)
+        has_penalty = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(has_penalty or self.logit_bias or self.suppressed)
 
     @cached_property
     def biases(self) -> tuple[np.ndarray, np.ndarray]:
@@ -102,11 +105,13 @@ class TextAdapter(NamedTuple):
     Attributes:
         sha256: of what it does.
         n_virtual: positions before those of a text, whose rows the nodes know.
+        number: by which the nodes know it; 0: they do not.
         side: a side network, which is the starter's alone: the nodes know nothing of it.
     """
 
     sha256: str
     n_virtual: int = 0
+    number: int = 0
     side: Side | None = None
 
 

@@ -116,7 +116,7 @@ class StarterEngine:
     Attributes:
         stage, memory: the starter's own part in the next ring, and its nodes' memory for caches; set between two runs.
         pace: how many prompt rows may go beside decoding texts; None: no limit. Set before texts come.
-        adapters: by their names, in the order of their numbers on the nodes, side networks last; "": of texts that name none.
+        adapters: by their names; "": of texts that name none. A new table comes with each change.
             Set before texts come.
         speculation: guesses tokens; None: nobody does. Set before texts come.
         n_frames, may_guess, is_deep: frames of the next ring without guesses, None: as many as it holds; whether its nodes give
@@ -317,8 +317,7 @@ class StarterEngine:
                 code=Code.LENGTH,
             )
         own = self.adapters.get(adapter, NO_ADAPTER)
-        number = 1 + list(self.adapters).index(adapter) if adapter and own.side is None else 0
-        seq_id, sha256 = with_adapter(number, next(self._ids)), own.sha256
+        seq_id, sha256 = with_adapter(own.number, next(self._ids)), own.sha256
         prompt = prompt[:1] * n_virtual + prompt  # a token that is there anyway: penalties see no other one
         return Sequence(seq_id, prompt, params, self._max_length, owner=owner, adapter=sha256, n_virtual=n_virtual)
 

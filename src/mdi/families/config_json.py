@@ -38,8 +38,10 @@ def sizes(hf: Json) -> Json:
         "intermediate_size": hf["intermediate_size"] if "intermediate_size" in hf else 4 * n_embd,
         **dict.fromkeys(("vocab_size", "padded_vocab_size"), hf["vocab_size"]), "block_size": hf["max_position_embeddings"],
     }  # fmt: skip
-    if hf.get("head_dim"):
-        found["head_size"] = hf["head_dim"]
+    # of latent attention, whose head_dim is what is rotated, if it is there
+    own = (hf.get("qk_nope_head_dim") or 0) + (hf.get("qk_rope_head_dim") or 0)
+    if head_size := own or hf.get("head_dim"):
+        found["head_size"] = head_size
     if any(type(size) is not int or size < 1 for size in found.values()):
         raise ValueError(f"not all of its sizes are whole numbers: {found}")
     if found["n_layer"] > LIMITS["n_layer"]:  # lists of this length are made before all is checked

@@ -44,10 +44,10 @@ class Fields:
         self.values, self.shapes, self._numbers = values, shapes, numbers
         self.arch = values.get("general.architecture")
 
-    def replaced(self, values: Mapping[str, Any]) -> Fields:
-        """Of the same file, with other values of some fields."""
+    def replaced(self, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] | None = None) -> Fields:
+        """Of the same file, with other values of some fields, and other shapes of some tensors."""
         own = {f"{self.arch}.{name}": value for name, value in values.items()}
-        return Fields({**self.values, **own}, self.shapes, self._numbers)
+        return Fields({**self.values, **own}, {**self.shapes, **(shapes or {})}, self._numbers)
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.values.get(f"{self.arch}.{name}", default)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.model.spec import Attention, Mixer
+from mdi.model.spec import Attention, LatentAttention, Mixer
 from mdi.model.tensors import BLOCKS, HEAD
 
 # Where the language part of a model begins that also sees or hears.
@@ -73,6 +73,8 @@ class Held:
         is_interleaved, is_transposed, plus, is_neg_exp: see Piece.
         heads: if the rows of a module are those of heads, which have more: of each module, by the block's mixer, how many heads
             it has, and Piece.of_heads.
+        is_by_head: whether two modules hold a matrix of each head of latent attention: rows of ours are in turn the columns of
+            a head's in the first, and the rows of it in the second.
         otherwise: what holds it in files of another kind. What is written is never that.
     """
 
@@ -87,6 +89,7 @@ class Held:
     plus: float = 0.0
     is_neg_exp: bool = False
     heads: Callable[[Any], tuple[tuple[int, int, int, int], ...]] | None = None
+    is_by_head: bool = False
     otherwise: Held | None = None
 
 
@@ -178,6 +181,10 @@ class Names:
                 yield _of_heads(of, tensors, shape, spec_of(config).blocks[int(match[1])].mixer)
                 of = of.otherwise
                 continue
+            if of.is_by_head and match is not None:
+                yield _by_head(tensors, spec_of(config).blocks[int(match[1])].mixer)
+                of = of.otherwise
+                continue
             of_three = None if match is None or len(tensors) == 1 else _attention(config, int(match[1]))
             counts = (shape[0],) if of_three is None else _row_counts(of_three)
             heads = (0,) if of_three is None else (of_three.n_head, of_three.n_groups, 0)
@@ -196,6 +203,16 @@ def _of_heads(of: Held, tensors: list[str], shape: tuple[int, ...], mixer: Mixer
         Piece(tensor, (n_heads * period, *shape[1:]), of_heads=(first, n, period))
         for tensor, (n_heads, first, n, period) in found
     )
+
+
+def _by_head(tensors: list[str], mixer: Mixer) -> tuple[Piece, ...]:
+    assert isinstance(mixer, LatentAttention)
+    n, rank = mixer.n_head, mixer.kv_rank
+    keys, values = (n, rank, mixer.nope_size), (n, mixer.value_size, rank)
+    of_heads = (
+        (Piece(tensors[0], keys, expert=i, is_transposed=True), Piece(tensors[1], values, expert=i)) for i in range(n)
+    )
+    return tuple(piece for both in of_heads for piece in both)
 
 
 def _piece(

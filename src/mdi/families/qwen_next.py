@@ -210,6 +210,30 @@ _GGUF_NAMES = names(
     {"transformer.ln_f": Held(("output_norm",), plus=1.0)},
 )
 
+_PUBLISHED_NEXT: Json = {
+    "model_type": "qwen3_next", "head_dim": 256, "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144, "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16,
+    "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "rope_theta": 10000000, "shared_expert_intermediate_size": 512,
+    "vocab_size": 151936,
+}  # fmt: skip
+_35B: Json = {
+    **_PUBLISHED_NEXT, "model_type": "qwen3_5_moe_text", "num_experts": 256, "num_experts_per_tok": 8,
+    "num_hidden_layers": 40, "vocab_size": 248320,
+}  # fmt: skip
+_WIDER: Json = {
+    "linear_num_value_heads": 64, "moe_intermediate_size": 1024, "num_attention_heads": 32,
+    "shared_expert_intermediate_size": 1024,
+}  # fmt: skip
+_PUBLISHED_35 = {
+    "Qwen/Qwen3.5-35B-A3B": _35B,
+    "Qwen/Qwen3.5-122B-A10B": {**_35B, **_WIDER, "hidden_size": 3072, "num_hidden_layers": 48},
+    "Qwen/Qwen3.5-397B-A17B": {
+        **_35B, **_WIDER, "hidden_size": 4096, "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 60,
+    },
+}  # fmt: skip
+
 FAMILIES = (
     Family(
         "qwen3_5_text",
@@ -226,6 +250,10 @@ FAMILIES = (
         _write_moe,
         lambda _: _QWEN35_MOE,
         gguf=Gguf("qwen35moe", _read_gguf_moe, _GGUF_NAMES),
+        published=_PUBLISHED_35,
     ),
-    Family("qwen3_next", "Qwen3NextForCausalLM", _read_next, _write_next, lambda _: _NEXT),
-)
+    Family(
+        "qwen3_next", "Qwen3NextForCausalLM", _read_next, _write_next, lambda _: _NEXT,
+        published={"Qwen/Qwen3-Next-80B-A3B-Instruct": _PUBLISHED_NEXT},
+    ),
+)  # fmt: skip

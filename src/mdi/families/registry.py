@@ -17,6 +17,7 @@ from mdi.model.tensors import Shape
 
 from . import (
     bloom,
+    deepseek,
     ernie,
     falcon,
     gemma,
@@ -37,8 +38,8 @@ from . import (
 )
 
 _FILES = (
-    llama, qwen, qwen_next, phi, glm, minimax, gpt_oss, gemma, gemma4, olmo, stablelm, neox, falcon, bloom, opt, gpt2, ernie,
-    smollm,
+    llama, qwen, qwen_next, phi, glm, minimax, deepseek, gpt_oss, gemma, gemma4, olmo, stablelm, neox, falcon, bloom, opt, gpt2,
+    ernie, smollm,
 )  # fmt: skip
 # By the model_type of config.json. A model that several can hold is taken for one of the first of them.
 FAMILIES: dict[str, Family] = {family.model_type: family for file in _FILES for family in file.FAMILIES}
@@ -192,4 +193,4 @@ def _as_read(value: Any) -> Any:
 def places_of(config: ModelConfig, layer: str) -> list[Held]:
     """What holds a layer of ours in a block, in any family: adapters name the modules of the model that they were made for."""
     found = [family.names(config).block.get(layer) for family in FAMILIES.values()]
-    return list({where.modules: where for where in (held(one) for one in found if one)}.values())
+    return list({(where.modules, where.heads): where for where in (held(one) for one in found if one)}.values())

@@ -19,16 +19,30 @@ import numpy as np
 
 from mdi.control_groups import n_cores
 from mdi.errors import Code, EngineError, KernelError, UsageError
+from mdi.kernels.cache_columns import CacheColumns
 from mdi.kernels.cache_rows import KernelLayout
 from mdi.kernels.layout import Matrix, matrix_bytes, pack
 from mdi.kernels.library import load
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.positions import rope_tables, score_bias
 from mdi.kernels.slices import Slices, SliceTable, only_logits
+from mdi.kernels.states import StateEntry, StateStore
 from mdi.kernels.weight_formats import check_packed, layout_of
-from mdi.model.caches import Paged, stage_places
+from mdi.model.caches import Paged, State, cache_numbers, stage_places
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.model.spec import Attention, BlockSpec, DeltaNet, Dense, Experts, Gated, Mlp, ModelSpec, Norm, Rotary
+from mdi.model.spec import (
+    Attention,
+    BlockSpec,
+    DeltaNet,
+    Dense,
+    Experts,
+    Gated,
+    LatentAttention,
+    Mlp,
+    ModelSpec,
+    Norm,
+    Rotary,
+)
 from mdi.model.tensors import FINAL_NORM, HEAD
 
 CACHE_TYPES = {"float32": 0, "bf16": 1, "fp16": 2, "int8": 3}
@@ -86,7 +100,7 @@ class MdiMlp(ctypes.Structure):
 class MdiAttention(ctypes.Structure):
     _fields_ = [
         *((n, MdiNorm) for n in ("norm_q", "norm_k", "norm_v")),
-        *((n, MdiMatrix) for n in ("qkv", "proj")),
+        *((n, MdiMatrix) for n in ("qkv", "proj", "out_gate")),
         *((n, c_void_p) for n in ("sinks", "cos", "sin", "score_bias")),
         ("score_bias_floats", c_int64),
         *(
@@ -104,15 +118,36 @@ class MdiAttention(ctypes.Structure):
     ]
 
 
+class MdiLatent(ctypes.Structure):
+    _fields_ = [
+        *((n, MdiNorm) for n in ("norm_q", "norm_kv")),
+        *((n, MdiMatrix) for n in ("q_a", "q_b")),
+        *((n, POINTER(MdiMatrix)) for n in ("up_k", "up_v")),
+        *((n, c_int32) for n in ("kv_rank", "nope_size", "value_size", "reserved")),
+    ]
+
+
+class MdiDelta(ctypes.Structure):
+    _fields_ = [
+        *((n, MdiMatrix) for n in ("qkv", "out_gate", "gates", "proj")),
+        ("norm", MdiNorm),
+        *((n, c_void_p) for n in ("taps", "dt_bias", "log_rate")),
+        *((n, c_int32) for n in ("n_head", "n_groups", "k_size", "v_size", "n_taps", "is_in_turn")),
+        *((n, c_int32) for n in ("cache_class", "cache_layer")),
+        ("scale", c_float),
+        ("reserved", c_int32),
+    ]
+
+
 class MdiExperts(ctypes.Structure):
     _fields_ = [
         ("router", MdiMatrix),
         *((n, MdiNorm) for n in ("norm_router", "norm", "norm_behind", "norm_behind_shared")),
         *((n, c_void_p) for n in ("correction", "scales")),
         ("experts", POINTER(MdiMlp)),
-        *((n, c_int32) for n in ("n", "n_used")),
+        ("shared_gate", MdiMatrix),
+        *((n, c_int32) for n in ("n", "n_used", "n_groups", "n_used_groups", "n_scores")),
         ("scale", c_float),
-        ("reserved", c_int32),
     ]
 
 
@@ -128,6 +163,8 @@ class MdiBlock(ctypes.Structure):
     _fields_ = [
         *((n, MdiNorm) for n in ("norm_1", "post_attention_norm", "norm_2", "post_mlp_norm")),
         ("attention", MdiAttention),
+        ("latent", MdiLatent),
+        ("delta", MdiDelta),
         ("mlp", MdiMlp),
         ("experts", MdiExperts),
         ("gated", MdiGated),
@@ -139,7 +176,7 @@ class MdiBlock(ctypes.Structure):
 class MdiStage(ctypes.Structure):
     _fields_ = [
         ("blocks", POINTER(MdiBlock)),
-        *((n, c_int32) for n in ("n_blocks", "n_classes", "n_embd", "reserved")),
+        *((n, c_int32) for n in ("n_blocks", "n_classes", "n_embd", "n_state_classes")),
         *((n, c_void_p) for n in ("n_finished", "low_rank", "low_rank_of_block")),
     ]
 
@@ -164,6 +201,7 @@ class MdiFrame(ctypes.Structure):
         ("n_rows", c_int32),
         ("columns", c_void_p),
         ("n_columns", c_int64),
+        ("states", c_void_p),
     ]
 
 
@@ -201,6 +239,13 @@ class BlockReader:
         bias = self._array(f"{name}.bias", n_out) if f"{name}.bias" in self._tensors else None
         return MdiMatrix.of(matrix, bias, self._kept)
 
+    def small_matrix(self, name: str, n_out: int, n_in: int) -> MdiMatrix:
+        """One that files hold in plain numbers."""
+        found = self._tensors.get(f"{name}.weight")
+        if isinstance(found, np.ndarray) and found.shape == (n_out, n_in):
+            self._tensors = {**self._tensors, f"{name}.weight": pack("float32", found)}
+        return self.matrix(name, n_out, n_in)
+
     def mixer(self, of: Attention, width: int) -> MdiAttention:
         """Without positions and the places of its cache."""
         size, q, k = of.head_size, of.n_head * of.head_size, of.n_groups * of.head_size
@@ -212,6 +257,7 @@ class BlockReader:
             norm_v=norm_of(of.v_norm, None, None, size, self._kept),
             qkv=self.matrix("attn.qkv", sum(of.made) * size, width),
             proj=self.matrix("attn.proj", width, q),
+            out_gate=self.matrix("attn.out_gate", q, width) if of.has_gate else MdiMatrix(),
             sinks=int(self._array("attn.sinks", of.n_head).ctypes.data) if of.has_sinks else None,
             n_head=of.n_head,
             n_groups=of.n_groups,
@@ -228,6 +274,78 @@ class BlockReader:
             softcap=of.softcap or 0.0,
         )
 
+    def shared_part(self, of: LatentAttention, width: int) -> MdiAttention:
+        """What latent attention has in common with other attention, without positions and the places of its cache."""
+        size = of.kv_rank + of.rope_size
+        return MdiAttention(
+            qkv=self.matrix("attn.kv_a_proj_with_mqa", size, width),
+            proj=self.matrix("attn.proj", width, of.n_head * of.value_size),
+            n_head=of.n_head,
+            n_groups=1,
+            head_size=size,
+            rope_n_elem=of.rope_size,
+            rope_interleaved=of.positions.interleaved,
+            window=of.window or 0,
+            scale=of.scale,
+            softcap=of.softcap or 0.0,
+        )
+
+    def latent(self, of: LatentAttention, width: int) -> MdiLatent:
+        norm, n_queries = Norm("rms", of.norm_eps), of.n_head * (of.nope_size + of.rope_size)
+        found = MdiLatent(
+            norm_kv=self.norm("attn.kv_a_norm", of.kv_rank, norm),
+            kv_rank=of.kv_rank,
+            nope_size=of.nope_size,
+            value_size=of.value_size,
+        )
+        if of.q_rank is None:
+            found.q_b = self.matrix("attn.q_proj", n_queries, width)
+        else:
+            found.q_a = self.matrix("attn.q_a_proj", of.q_rank, width)
+            found.norm_q = self.norm("attn.q_a_norm", of.q_rank, norm)
+            found.q_b = self.matrix("attn.q_b_proj", n_queries, of.q_rank)
+        found.up_k, found.up_v = self._absorbed(of)
+        return found
+
+    def _absorbed(self, of: LatentAttention) -> tuple[Any, Any]:
+        """Of each head, what makes keys and values: numbers of which bfloat16 loses nothing are that."""
+        name, n = "attn.kv_b_proj.weight", of.nope_size + of.value_size
+        up = self._tensors.get(name)
+        if not isinstance(up, np.ndarray) or up.shape != (of.n_head * n, of.kv_rank):
+            raise KernelError(f"block {self._block}: {name} is no array of {of.n_head * n} x {of.kv_rank}")
+        up = np.ascontiguousarray(up, dtype=np.float32)
+        form = "float32" if (up.view(np.uint32) & 0xFFFF).any() else "bf16"
+        found = []
+        for rows, is_turned in ((slice(0, of.nope_size), True), (slice(of.nope_size, n), False)):
+            own = [head[rows].T if is_turned else head[rows] for head in up.reshape(of.n_head, n, of.kv_rank)]
+            packed = [MdiMatrix.of(pack(form, np.ascontiguousarray(one)), None, self._kept) for one in own]
+            found.append((MdiMatrix * len(packed))(*packed))
+        self._kept.append(found)
+        return found[0], found[1]
+
+    def delta(self, of: DeltaNet, width: int) -> MdiDelta:
+        """Without the place of its states; nothing for a node of a group that has no heads."""
+        if not of.n_head:
+            return MdiDelta()
+        n_values = of.n_head * of.v_size
+        return MdiDelta(
+            qkv=self.matrix("delta.qkv", of.n_channels, width),
+            out_gate=self.matrix("delta.out_gate", n_values, width),
+            gates=self.small_matrix("delta.gates", 2 * of.n_head, width),
+            proj=self.matrix("delta.proj", width, n_values),
+            norm=self.norm("delta.norm", of.v_size, of.norm),
+            taps=self._array("delta.conv.weight", of.n_channels, 1, of.n_taps, is_turned=True).ctypes.data,
+            dt_bias=self._array("delta.dt_bias", of.n_head).ctypes.data,
+            log_rate=self._array("delta.A_log", of.n_head).ctypes.data,
+            n_head=of.n_head,
+            n_groups=of.n_groups,
+            k_size=of.k_size,
+            v_size=of.v_size,
+            n_taps=of.n_taps,
+            is_in_turn=of.is_in_turn,
+            scale=of.k_size**-0.5,
+        )
+
     def mlp(self, name: str, width: int, of: Dense) -> MdiMlp:
         into = {"fc_1": "fc_1", "fc_2": "fc_2"} if of.is_gated else {"fc_1": "fc"}
         return MdiMlp(
@@ -238,15 +356,19 @@ class BlockReader:
         )
 
     def experts(self, width: int, of: Experts) -> MdiExperts:
-        """Files hold the router in plain numbers."""
-        name, router = "mlp.gate", self._tensors.get("mlp.gate.weight")
-        if isinstance(router, np.ndarray) and router.shape == (of.n, width):
-            self._tensors = {**self._tensors, f"{name}.weight": pack("float32", router)}
-        found = MdiExperts(self.matrix(name, of.n, width), n=of.n, n_used=of.n_used, scale=of.router.scale)
-        if of.router.has_correction:
+        name, router = "mlp.gate", of.router
+        found = MdiExperts(self.small_matrix(name, of.n, width), n=of.n, n_used=of.n_used, scale=router.scale)
+        found.n_groups, found.n_used_groups, found.n_scores = (
+            router.n_groups,
+            router.n_used_groups,
+            router.n_scores_per_group,
+        )
+        if router.has_correction:
             found.correction = self._array(f"{name}.e_score_correction_bias", of.n).ctypes.data
-        if of.router.has_expert_scales:
+        if router.has_expert_scales:
             found.scales = self._array(f"{name}.expert_scales", of.n).ctypes.data
+        if of.has_shared_gate:
+            found.shared_gate = self.small_matrix("mlp.shared_experts.gate", 1, width)
         if of.own_norm is not None:
             weight = self._array("mlp.norm_gate.weight", width) / np.sqrt(np.float32(width))
             found.norm_router = norm_of(of.own_norm, weight, None, width, self._kept)
@@ -266,11 +388,12 @@ class BlockReader:
     def scalar(self) -> int:
         return int(self._array("scalar", 1).ctypes.data)
 
-    def _array(self, name: str, size: int) -> np.ndarray:
+    def _array(self, name: str, *shape: int, is_turned: bool = False) -> np.ndarray:
+        """float32; with `is_turned`, its dimensions in the reverse order."""
         array = self._tensors.get(name)
-        if not isinstance(array, np.ndarray) or array.shape != (size,):
-            raise KernelError(f"block {self._block}: {name} is no row of {size} numbers")
-        array = np.ascontiguousarray(array, dtype=np.float32)
+        if not isinstance(array, np.ndarray) or array.shape != shape:
+            raise KernelError(f"block {self._block}: {name} is no array of {' x '.join(map(str, shape))} numbers")
+        array = np.ascontiguousarray(array.T if is_turned else array, dtype=np.float32)
         self._kept.append(array)
         return array
 
@@ -425,6 +548,7 @@ def busy_core_s(stat: Path = Path("/proc/stat")) -> float | None:
 
 
 MOST_ROPE = 1024  # csrc/rotary.h
+LATENTS_TOGETHER = 16  # csrc/latent.h
 
 
 def why_not_in_kernels(config: ModelConfig) -> str | None:
@@ -438,17 +562,13 @@ def why_not_in_kernels(config: ModelConfig) -> str | None:
 
 def _why_not(block: BlockSpec) -> str | None:
     mixer, mlp = block.mixer, block.mlp
+    if isinstance(mlp, Experts) and mlp.router.has_correction and not mlp.router.is_normed:
+        return "weights of experts that do not add up to one"
     if isinstance(mixer, DeltaNet):
-        return "gated delta nets"
-    if not isinstance(mixer, Attention):
-        return "latent attention"
-    if mixer.has_gate:
-        return "gates of attention"
-    if isinstance(mlp, Experts) and mlp.has_shared_gate:
-        return "a gate of the shared expert"
-    if isinstance(mlp, Experts) and mlp.router.n_groups > 1:
-        return "experts in groups"
-    return _contradiction(mixer) or _contradiction_of_mlp(mlp)
+        wrong = _contradiction_of_net(mixer)
+    else:
+        wrong = _contradiction_of_latents(mixer) if isinstance(mixer, LatentAttention) else _contradiction(mixer)
+    return wrong or _contradiction_of_mlp(mlp)
 
 
 def _contradiction(of: Attention) -> str | None:
@@ -464,15 +584,38 @@ def _contradiction(of: Attention) -> str | None:
     return f"windows of {of.window} positions" if of.window is not None and of.window < 1 else None
 
 
+def _contradiction_of_latents(of: LatentAttention) -> str | None:
+    if of.bias or of.a_bias:
+        return "biases of latent attention"
+    if of.kv_rank % LATENTS_TOGETHER or of.rope_size % LATENTS_TOGETHER or of.rope_size > MOST_ROPE:
+        return f"latent attention with rows of {of.kv_rank} and {of.rope_size} numbers"
+    return f"windows of {of.window} positions" if of.window is not None and of.window < 1 else None
+
+
+def _contradiction_of_net(of: DeltaNet) -> str | None:
+    sizes = of.n_head, of.n_groups, of.k_size, of.v_size, of.n_taps
+    if min(sizes[1:]) < 1 or of.n_head < 0 or of.n_head % of.n_groups:
+        return f"gated delta nets of the sizes {', '.join(map(str, sizes))}"
+    return None
+
+
 def _contradiction_of_mlp(of: Mlp) -> str | None:
     if isinstance(of, Experts) and not 1 <= of.n_used <= of.n:
         return f"{of.n_used} of {of.n} experts"
+    if isinstance(of, Experts) and of.router.n_groups > 1:
+        router, each = of.router, of.n // of.router.n_groups
+        is_whole = each * router.n_groups == of.n and router.has_correction and router.n_scores_per_group <= each
+        if not is_whole or not of.n_used <= router.n_used_groups * each <= of.n:
+            return f"{of.n_used} of {of.n} experts in {router.n_groups} groups"
     dense = of if isinstance(of, Dense) else of.expert
     return "clamped MLPs of two layers" if dense.activation == "clamped_glu" and not dense.is_gated else None
 
 
 # Layers to which adapters may add something, as csrc/model.h numbers them.
-LAYERS = {"attn.qkv": 0, "attn.proj": 1, "mlp.fc": 2, "mlp.fc_1": 2, "mlp.fc_2": 3, "mlp.proj": 4}
+LAYERS = {
+    "attn.qkv": 0, "attn.proj": 1, "mlp.fc": 2, "mlp.fc_1": 2, "mlp.fc_2": 3, "mlp.proj": 4, "attn.out_gate": 5,
+    "delta.qkv": 0, "delta.proj": 1, "delta.out_gate": 5, "delta.gates": 6,
+}  # fmt: skip
 MOST_RANK = 256
 MOST_ADAPTERS = 64  # of a model at the same time
 
@@ -547,7 +690,14 @@ class Blocks:
         self.context = context
         self.n_embd, self.row_in = spec.width, spec.row_at(start)
         counts, self._places = stage_places(spec, start, stop)
-        self._kinds = {kind: n for kind, n in counts.items() if isinstance(kind, Paged)}  # states are refused
+        self._numbers, self.cache_columns = (
+            cache_numbers(spec, start, stop),
+            CacheColumns(spec, start, stop, cache_type),
+        )
+        self._kinds = {kind: n for kind, n in counts.items() if isinstance(kind, Paged)}
+        self._states = {
+            kind: n for kind, n in counts.items() if isinstance(kind, State)
+        }  # their classes are the last ones
         self.classes = [kind.of_blocks(n, cache_type) for kind, n in self._kinds.items()]
         self._cache_type = cache_type
         self._kept: list[Any] = []  # keeps alive what the structures refer to
@@ -563,20 +713,26 @@ class Blocks:
         """Blocks that have been computed so far, also of the frame that is being computed. From any thread."""
         return int(self._n_finished[0])
 
-    def prepare(self, max_length: int, capacities: Sequence[int]) -> None:
-        """Build the tables of positions of a run, and its pools of so many pages per class."""
+    def prepare(self, max_length: int, capacities: Sequence[int], limit_bytes: int | None = None) -> None:
+        """Build the tables of positions of a run, and its caches.
+
+        Args:
+            capacities: pages of each of `classes`.
+            limit_bytes: that the states of a class take at most; None is the machine's memory.
+        """
         self.max_length = max_length
         self._set_positions(max_length)
         pools = [Pool(c.page_bytes, n) for c, n in zip(self.classes, capacities, strict=True)]
         layouts = [
             KernelLayout(*one, self._cache_type, pool) for one, pool in zip(self._kinds.items(), pools, strict=True)
         ]
-        self.caches = CachePages(self.classes, pools, layouts, self._places, self.start, self._cache_type)
+        states = [StateStore(kind, n, limit_bytes) for kind, n in self._states.items()]
+        self.caches = CachePages(self.classes, pools, layouts, self._places, self._numbers, self._cache_type, states)
         self._pool = np.array([pool.address for pool in pools], dtype=np.uint64)
         self._page_bytes = np.array([pool.page_bytes for pool in pools], dtype=np.int64)
         self._pool_address, self._page_bytes_address = self._pool.ctypes.data, self._page_bytes.ctypes.data
         self._stage = MdiStage(
-            self._blocks, len(self._blocks), len(self.classes), self.n_embd, 0, self._n_finished.ctypes.data,
+            self._blocks, len(self._blocks), len(self.classes), self.n_embd, len(self._states), self._n_finished.ctypes.data,
             ctypes.addressof(self._low_rank) if len(self._low_rank) else None, self._low_rank_of_block.ctypes.data,
         )  # fmt: skip
 
@@ -587,12 +743,13 @@ class Blocks:
         self._tables = []
         for block, spec in zip(self._blocks, self.spec.blocks[self.start : self.stop], strict=True):
             attention, mixer = block.attention, spec.mixer
-            assert isinstance(mixer, Attention)
+            if isinstance(mixer, DeltaNet):
+                continue
             if isinstance(mixer.positions, Rotary):
                 cos, sin = rotary(mixer.positions)
                 attention.cos, attention.sin = cos.ctypes.data, sin.ctypes.data
                 self._tables += [cos, sin]
-            elif (bias := biases(mixer)) is not None:
+            elif isinstance(mixer, Attention) and (bias := biases(mixer)) is not None:
                 attention.score_bias, attention.score_bias_floats = bias.ctypes.data, bias.shape[1]
                 self._tables.append(bias)
 
@@ -600,10 +757,16 @@ class Blocks:
         """Check what adapters add against the layers, and keep its memory."""
         found = []
         for block, own in zip(self._blocks, of_blocks, strict=True):
-            attention, mlp = block.attention, block.mlp
-            layers = attention.qkv, attention.proj, mlp.fc_1, mlp.fc_2, mlp.proj
+            mlp, of_mlp = (
+                block.mlp,
+                ("mlp.fc_1", "mlp.fc_2", "mlp.proj") if block.mlp.fc_2.data else ("mlp.fc", "", "mlp.proj"),
+            )
+            layers = dict(zip(of_mlp, (mlp.fc_1, mlp.fc_2, mlp.proj), strict=True))
+            kind, mixer = ("delta", block.delta) if block.delta.n_head else ("attn", block.attention)
+            layers |= {f"{kind}.{name}": getattr(mixer, name) for name in ("qkv", "proj", "out_gate")}
+            layers["delta.gates"] = block.delta.gates
             for part in own:
-                check_low_rank(part, layers[LAYERS[part.layer]], bool(block.experts.n))
+                check_low_rank(part, layers.get(part.layer, MdiMatrix()), bool(block.experts.n))
                 self._kept.append(part)
                 found.append(
                     MdiLowRank(
@@ -768,7 +931,7 @@ class Blocks:
         Args:
             has_room: whether the caches have room for its rows.
         """
-        pages, first = array("Q"), array("i")  # of each slice and class
+        pages, first, states = array("Q"), array("i"), array("Q")  # of each slice and class
         n_rows = 0
         for seq_id, start, n, *_ in slices:
             if start < 0 or n < 1:
@@ -777,9 +940,12 @@ class Blocks:
                 raise EngineError(
                     f"position {start + n} of sequence {seq_id}, but sequences of this run end at {self.max_length}"
                 )
-            for table in self.caches.entries(seq_id) if has_room else self.caches.extend(seq_id, start, n):
-                pages.append(table.address)
-                first.append(table.first)
+            for entry in self.caches.entries(seq_id) if has_room else self.caches.extend(seq_id, start, n):
+                if isinstance(entry, StateEntry):
+                    states.extend(entry.record)
+                    continue
+                pages.append(entry.address)
+                first.append(entry.first)
             n_rows += n
         if rows.shape != (n_rows, self.n_embd) or rows.dtype != np.float32 or not rows.flags.c_contiguous:
             raise EngineError(
@@ -788,30 +954,40 @@ class Blocks:
         shape = n_rows, self.row_in.width - self.n_embd
         if (np.empty((n_rows, 0), np.float32) if columns is None else columns).shape != shape:
             raise EngineError(f"rows without the {shape[1]} numbers that blocks read beside hidden")
+        if self.cache_columns.reads and not has_room:
+            assert columns is not None
+            self.cache_columns.put(self.caches, slices, columns)
         frame = MdiFrame(
             rows.ctypes.data, SliceTable.of(slices).records, pages.buffer_info()[0], first.buffer_info()[0],
             self._pool_address, self._page_bytes_address, len(slices), n_rows,
-            None if columns is None else columns.ctypes.data, shape[1],
+            None if columns is None else columns.ctypes.data, shape[1], states.buffer_info()[0],
         )  # fmt: skip
-        return frame, (pages, first, columns)
+        return frame, (pages, first, states, columns)
 
     def _block(self, index: int, tensors: Tensors) -> MdiBlock:
         spec, width = self.spec.blocks[index], self.n_embd
         reader = BlockReader(index, tensors, self._kept)
         if (reason := _why_not(spec)) is not None:
             raise KernelError(f"block {index}: the kernels do not compute {reason}")
-        assert isinstance(spec.mixer, Attention)
         block = MdiBlock(
             norm_1=reader.norm("norm_1", width, spec.norm_1),
             post_attention_norm=reader.norm("post_attention_norm", width, spec.post_attention_norm),
             norm_2=reader.norm("norm_2", width, spec.norm_2),
             post_mlp_norm=reader.norm("post_mlp_norm", width, spec.post_mlp_norm),
-            attention=reader.mixer(spec.mixer, width),
             residual=RESIDUALS[spec.residual],
             norm_is_shared=spec.norm_is_shared,
         )
-        block.attention.cache_type = CACHE_TYPES[self._cache_type]
-        block.attention.cache_class, block.attention.cache_layer = self._places[index - self.start]
+        mixer, (cache_class, layer) = spec.mixer, self._places[index - self.start]
+        if isinstance(mixer, DeltaNet):
+            block.delta = reader.delta(mixer, width)
+            block.delta.cache_class, block.delta.cache_layer = cache_class - len(self._kinds), layer
+        else:
+            if isinstance(mixer, LatentAttention):
+                block.attention, block.latent = reader.shared_part(mixer, width), reader.latent(mixer, width)
+            else:
+                block.attention = reader.mixer(mixer, width)
+            block.attention.cache_type = CACHE_TYPES[self._cache_type]
+            block.attention.cache_class, block.attention.cache_layer = cache_class, layer
         if spec.gated is not None:
             block.gated = reader.gated(spec.gated, width)
             block.gated.at = self.row_in.place(spec.gated.column).start - width

@@ -1,7 +1,8 @@
 """Keys and values in the form in which csrc/attention.h reads them from pages of caches, and back.
 
 A page has a slot for each block and each group of heads: keys (head_size, 32), values (32, head_size in whole vectors of 16),
-and for int8 the 32 scales of keys and of values behind them.
+and for int8 the 32 scales of keys and of values behind them. Rows of latent attention, which has no values beside, are one
+behind the other (32, numbers); their scales are those of the first numbers, which are values, too, and of the rest.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mdi.errors import EngineError
-from mdi.kernels.layout import bf16_from_float32, padded
+from mdi.kernels.layout import bf16_from_float32, float32_from_bf16, padded
 from mdi.kernels.pages import Pool
 from mdi.kernels.stage_caches import Piece
 from mdi.model.caches import CACHE_TYPES, PAGE, Paged, slot_bytes
@@ -40,13 +41,14 @@ class KernelLayout:
 
         values_at, scales_at = kind.k_size * PAGE * item, (kind.k_size + wide) * PAGE * item
         # (pages, slots, positions, numbers)
-        self._rows = [view(0, (kind.k_size, PAGE), dtype).swapaxes(2, 3)]
         if kind.v_size:
-            self._rows.append(view(values_at, (PAGE, wide), dtype))
+            self._rows = [view(0, (kind.k_size, PAGE), dtype).swapaxes(2, 3), view(values_at, (PAGE, wide), dtype)]
+        else:
+            self._rows = [view(0, (PAGE, kind.k_size), dtype)]
         self._scales = []
         if cache_type == "int8":
             scales = view(scales_at, (2, PAGE), np.float32)  # (pages, slots, keys or values, positions)
-            self._scales = [scales[:, :, half] for half in range(len(self._rows))]
+            self._scales = [scales[:, :, half] for half in range(2)]
 
     def read(self, number: int, pages: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
         """See `pages.Layout`."""
@@ -59,7 +61,7 @@ class KernelLayout:
         """See `pages.Layout`. Values are padded with zeros, as the kernels do it."""
         at, kind, views = self._at(number, pages, positions), self._kind, [*self._rows, *self._scales]
         rows = [(len(pages), kind.n_groups, size) for size in (kind.k_size, kind.v_size) if size]
-        check_arrays(arrays, [*rows, *(shape[:2] for shape in rows[: len(self._scales)])])
+        check_arrays(arrays, [*rows, *(rows[0][:2] for _ in self._scales)])
         for view, array in zip(views, arrays, strict=True):
             wide = view.shape[3] - array.shape[2] if array.ndim == 3 else 0
             view[at] = np.pad(array, ((0, 0), (0, 0), (0, wide))) if wide else array
@@ -88,6 +90,14 @@ def encoded(rows: np.ndarray, cache_type: str) -> tuple[np.ndarray, np.ndarray |
     most = np.abs(rows).max(axis=2)
     inverse = np.where(most > 1e-35, np.float32(127) / np.maximum(most, np.float32(1e-35)), np.float32(0))
     return np.rint(rows * inverse[:, :, None]).astype(np.int8), (most / np.float32(127)).astype(np.float32)
+
+
+def decoded(rows: np.ndarray, scales: np.ndarray | None, cache_type: str) -> np.ndarray:
+    """The reverse of `encoded`, float32."""
+    if cache_type == "bf16":
+        return float32_from_bf16(rows)
+    found = rows.astype(np.float32)
+    return found if scales is None else found * scales[:, :, None]
 
 
 def piece_of(keys: np.ndarray, values: np.ndarray, cache_type: str) -> Piece:

@@ -285,16 +285,17 @@ class CachePages(StageCaches[PageStore | StateStore]):
     Args:
         pools, layouts: one for each class of pages; without layouts nothing is exported.
         states: those of the other classes, which follow.
-        places, start, cache_type: as of StageCaches.
+        places, numbers, cache_type: as of StageCaches.
     """
 
     def __init__(
         self, classes: Sequence[PageClass], pools: Sequence[Pages], layouts: Sequence[Layout] = (),
-        places: Sequence[Place] = (), start: int = 0, cache_type: str = "float32", states: Sequence[StateStore] = (),
+        places: Sequence[Place] = (), numbers: Sequence[int] = (), cache_type: str = "float32",
+        states: Sequence[StateStore] = (),
     ) -> None:  # fmt: skip
         rows: Sequence[Layout | None] = layouts or [None] * len(classes)
         pages = [PageStore(c, pool, one) for c, pool, one in zip(classes, pools, rows, strict=True)]
-        super().__init__([*pages, *states], places, start, cache_type)
+        super().__init__([*pages, *states], places, numbers, cache_type)
 
     @property
     def classes(self) -> list[PageClass | StateClass]:

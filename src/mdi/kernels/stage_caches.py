@@ -112,17 +112,19 @@ class StageCaches(Generic[S]):
     Args:
         stores: of each class.
         places: of each block; blocks that read the cache of another one have its place.
-        start: number of the first block in the model.
+        numbers: of each block, the one in the model that writes this cache (`mdi.model.caches.cache_numbers`).
         cache_type: what the caches hold.
     """
 
     def __init__(
-        self, stores: Sequence[S], places: Sequence[Place] = (), start: int = 0, cache_type: str = "float32"
+        self,
+        stores: Sequence[S],
+        places: Sequence[Place] = (),
+        numbers: Sequence[int] = (),
+        cache_type: str = "float32",
     ) -> None:
         self.stores = list(stores)
-        self._writers: dict[Place, int] = {}  # of each place the block that writes it, which is the first
-        for block, place in enumerate(places, start):
-            self._writers.setdefault(place, block)
+        self._writers: dict[Place, int] = dict(zip(places, numbers, strict=True))
         self._cache_type = cache_type
         self._sequences: dict[int, _Sequence] = {}
 
@@ -232,6 +234,19 @@ class StageCaches(Generic[S]):
             store.free(sequence.entries[c])
             sequence.entries[c] = store.begin(first)
         store.grow(sequence.entries[c], max(first, run.start), run.stop - max(first, run.start))
+
+    def rows_of(self, seq_id: int, block: int, start: int, stop: int) -> Piece:
+        """What the cache of a block, by its number in the model, has of positions that were written last."""
+        (c, number), entries = self._place(block), self.entries(seq_id)
+        return self.stores[c].read(entries[c], number, start, stop)
+
+    def put_rows(self, seq_id: int, block: int, piece: Piece, stop: int) -> None:
+        """Have them in the copy of another node's cache, which has room up to `stop`."""
+        (c, number), entries = self._place(block), self.entries(seq_id)
+        self.stores[c].write(entries[c], number, piece, stop)
+
+    def _place(self, block: int) -> Place:
+        return next(place for place, number in self._writers.items() if number == block)
 
     def rearrange(self, freed: Iterable[int], copies: Iterable[tuple[int, int]]) -> None:
         """Free sequences, and let others, (sequence, new sequence), continue from the same prefix; all at once.

@@ -2,7 +2,7 @@
 
 For each block of a sequence there are two states, the rows that came between them, and before these the rows that the first of
 their convolution still sees. A block that computes brings all that up to date by itself: `places` says where its states stand.
-What computes is in torch (`mdi.stages.torch_delta`).
+What computes is in `csrc/delta.h`, or in torch (`mdi.stages.torch_delta`).
 """
 
 from __future__ import annotations
@@ -61,6 +61,12 @@ class StateEntry:
 
     def __init__(self, memory: StateMemory, first: int) -> None:
         self.memory, self.first = memory, first
+
+    @property
+    def record(self) -> tuple[int, int, int, int]:
+        """What the kernels read of it (csrc/model.h, MdiStates), where the memory is the host's; until it gets other memory."""
+        numbers = self.memory.numbers
+        return numbers.ctypes.data, self.memory.places.ctypes.data, numbers.shape[1], self.first
 
 
 class StateStore:

@@ -212,8 +212,16 @@ def kind_of(block: BlockSpec) -> Kind:
 
 
 def kinds_of(spec: ModelSpec, start: int, stop: int) -> list[Kind | int]:
-    """Of the blocks [start, stop) of a model: their own, or the number here of the block whose cache they read."""
-    return [kind_of(one) if one.cache_of is None else one.cache_of - start for one in spec.blocks[start:stop]]
+    """Of the blocks [start, stop) of a model: their own, or the number here of the block whose cache they read. Of a cache that
+    is in front of them, the first that reads it has a copy.
+    """
+    written = cache_numbers(spec, start, stop)
+    return [kind_of(spec.blocks[start + i]) if (at := written.index(one)) == i else at for i, one in enumerate(written)]
+
+
+def cache_numbers(spec: ModelSpec, start: int, stop: int) -> list[int]:
+    """Of the blocks [start, stop) of a model: the block, by its number in the model, whose cache they write or read."""
+    return [i if (of := spec.blocks[i].cache_of) is None else of for i in range(start, stop)]
 
 
 Place = tuple[int, int]  # of a block: its class, and its number there

@@ -36,6 +36,7 @@ from mdi.model.spec import (
     Norm,
     Rotary,
     Router,
+    cache_column,
 )
 from mdi.spec.decode import decode, shown
 from mdi.spec.limits import excess
@@ -65,7 +66,8 @@ class ModelConfig:
         first_k_dense_replace: so many blocks at the beginning have no experts.
         sigmoid_router: an expert's score is a sigmoid. Those with the largest sums of score and correction are taken (in one
             group), and weighted by their scores without it, over the sum of these; else by a softmax over the largest scores.
-        latent_attention: ranks and sizes of DeepSeek's attention.
+        latent_attention: ranks and sizes of DeepSeek's attention; where its "q_lora_rank" is null, queries are not compressed.
+            Its "norm_eps" is that of the norms of compressed rows, without which it is that of all.
         alibi: scores get less with the distance, and nothing is rotated: "bloom", or "falcon", which rounds to bfloat16.
         learned_positions: an embedding of positions (block_size, n_embd) is added to that of tokens, and nothing is rotated.
         embedding_norm: a norm follows the embedding.
@@ -290,9 +292,15 @@ class ModelConfig:
         latent = self.latent_attention
         if latent is None:
             return
-        wanted = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        wanted = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         if missing := [key for key in wanted if latent.get(key) is None]:
             raise ValueError(f"latent_attention lacks {', '.join(missing)}")
+        sizes = [*(latent[key] for key in wanted), latent.get("q_lora_rank") or 1]
+        if any(type(size) is not int or size < 1 for size in sizes) or latent["qk_rope_head_dim"] % 2:
+            raise ValueError(f"latent_attention: there is none of the sizes {sizes}")
+        eps = latent.get("norm_eps", self.norm_eps)
+        if not isinstance(eps, float) or not 0 < eps < 1:
+            raise ValueError(f"latent_attention: norm_eps is {shown(eps)}")
         if self.n_head != self.n_query_groups:
             raise ValueError("latent_attention has as many query groups as heads")
 
@@ -388,6 +396,9 @@ class ModelConfig:
             raise ValueError("n_topk_scores_per_group is more than a group has")
         if self.n_topk_scores_per_group is None:
             raise ValueError("n_topk_scores_per_group is missing")
+        n_in_reach = self.n_topk_groups * (self.n_expert // self.n_expert_groups)
+        if not 1 <= self.n_topk_groups <= self.n_expert_groups or self.n_expert_per_token > n_in_reach:
+            raise ValueError(f"a row uses {self.n_expert_per_token} experts of {self.n_topk_groups} groups")
 
 
 # What is said of a model that has them; litgpt's has not.
@@ -457,6 +468,8 @@ def why_not_litgpt(config: ModelConfig) -> str | None:
     plain = config.plain()
     if found := next((what for key, what in OWN_FIELDS.items() if key in plain), None):
         return found
+    if (latent := config.latent_attention) is not None and ("norm_eps" in latent or not latent.get("q_lora_rank")):
+        return "latent attention of this kind"
     return "MLPs with ReLU" if config.mlp_class_name == "ReluMLP" else None
 
 
@@ -590,10 +603,20 @@ def _block(config: ModelConfig, index: int) -> BlockSpec:
         raise ValueError("a norm that attention and MLP share, without parallel residuals")
     norm, is_shared = _norm(config), config.shared_attention_norm
     column, gated = BlockInputs.column(index), None
+    mixer, cache_of = _mixer(config, index), _cache_of(config, index)
+    is_read = index in {_cache_of(config, i) for i in range(config.n_layer - config.n_shared_kv, config.n_layer)}
+    gives: tuple[Column, ...] = ()
+    read = [column] if config.block_inputs else []
+    if is_read:
+        assert isinstance(mixer, Attention)
+        gives = (cache_column(index, mixer),)
+    if cache_of is not None:
+        assert isinstance(mixer, Attention)
+        read.append(cache_column(cache_of, mixer).name)
     if config.block_inputs:
         gated = Gated(column, config.block_inputs, "gelu_tanh" if config.gelu_approximate == "tanh" else "gelu", norm)
     return BlockSpec(
-        mixer=_mixer(config, index),
+        mixer=mixer,
         mlp=_mlp(config, index),
         residual="parallel" if config.parallel_residual else "behind" if config.norm_after_residual else "sequential",
         norm_1=norm if config.norm_1 else None,
@@ -603,8 +626,9 @@ def _block(config: ModelConfig, index: int) -> BlockSpec:
         norm_is_shared=is_shared,
         gated=gated,
         has_scalar=config.block_scalars,
-        cache_of=_cache_of(config, index),
-        reads=(column,) if gated else (),
+        cache_of=cache_of,
+        gives=gives,
+        reads=tuple(read),
     )
 
 
@@ -640,13 +664,13 @@ def _mixer(config: ModelConfig, index: int) -> Mixer:
     if latent := config.latent_attention:
         return LatentAttention(
             n_head=config.n_head,
-            q_rank=latent["q_lora_rank"],
+            q_rank=latent.get("q_lora_rank") or None,
             kv_rank=latent["kv_lora_rank"],
             rope_size=latent["qk_rope_head_dim"],
             nope_size=latent["qk_nope_head_dim"],
             value_size=latent["v_head_dim"],
             scale=_scale(config, latent["qk_rope_head_dim"] + latent["qk_nope_head_dim"]),
-            norm_eps=config.norm_eps,
+            norm_eps=latent.get("norm_eps", config.norm_eps),
             positions=_rotary(config, index),
             a_bias=config.attn_bias,
             bias=config.bias,
@@ -696,9 +720,10 @@ def _rotary(config: ModelConfig, index: int) -> Rotary:
 
 
 def _scale(config: ModelConfig, size: int) -> float:
-    """The factor of scores of heads of this size. litgpt's YaRN, which is DeepSeek's, has one more."""
+    """The factor of scores of heads of this size. YaRN has one more in litgpt's form, and in latent attention."""
     adjustments, factor = config.rope_adjustments or {}, 1.0
-    if "rope_type" not in adjustments and adjustments.get("mscale_all_dim") and adjustments.get("factor", 0) > 1:
+    has_more = "rope_type" not in adjustments or config.latent_attention is not None
+    if has_more and adjustments.get("mscale_all_dim") and adjustments.get("factor", 0) > 1:
         factor = (0.1 * adjustments["mscale_all_dim"] * math.log(adjustments["factor"]) + 1.0) ** 2
     return factor / math.sqrt(config.attention_scores_scalar or size)
 

@@ -117,15 +117,16 @@ class LatentAttention:
     """DeepSeek's attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one row of `kv_rank` numbers.
 
     Attributes:
-        q_rank, kv_rank: of the compressed rows of queries, and of keys and values.
+        q_rank, kv_rank: of the compressed rows of queries, and of keys and values; None: queries are not compressed.
         rope_size, nope_size: numbers of a head's query and key that are rotated, and that are not.
         value_size: of a head.
+        norm_eps: of the norms of compressed rows.
         a_bias, bias: biases of the layers that compress, and of the others.
         Others are those of Attention.
     """
 
     n_head: int
-    q_rank: int
+    q_rank: int | None
     kv_rank: int
     rope_size: int
     nope_size: int
@@ -273,7 +274,8 @@ class BlockSpec:
             "behind", after it. None: not there.
         gated: what it adds behind the MLP; None is nothing.
         has_scalar: its outputs are multiplied by a number of its own.
-        cache_of: the block, by its number, whose keys and values this one reads; None: its own.
+        cache_of: the block, by its number, whose keys and values this one reads; None: its own. On another node it reads a
+            copy, which is made of a column for caches (`cache_column`) that the other block gives.
         gives, reads: columns besides hidden that it makes for blocks behind it, and names of those that it reads. A block that
             reads a column for caches makes its keys and values of that, and not of hidden.
     """
@@ -307,6 +309,11 @@ class BlockSpec:
     def dense(self) -> Dense:
         """The MLP, or one expert."""
         return self.mlp if isinstance(self.mlp, Dense) else self.mlp.expert
+
+
+def cache_column(block: int, mixer: Attention) -> Column:
+    """Keys and then values that a block has put into its cache, as float32 numbers, for blocks that read these elsewhere."""
+    return Column(f"cache.{block}", 2 * mixer.n_groups * mixer.head_size, is_cached=True)
 
 
 @dataclass(frozen=True)
@@ -391,9 +398,16 @@ class ModelSpec:
         return distinct(self.blocks)
 
     def allowed_cuts(self) -> list[int]:
-        """Where the model may be cut: c is between the blocks c - 1 and c. A block stays with the one whose cache it reads."""
+        """Where the model may be cut: c is between the blocks c - 1 and c. A block stays with the one whose cache it reads, if
+        that gives no column of it.
+        """
         reads = [(one.cache_of, i) for i, one in enumerate(self.blocks) if one.cache_of is not None]
-        return [c for c in range(len(self.blocks) + 1) if not any(of < c <= i for of, i in reads)]
+        kept = [(of, i) for of, i in reads if not any(column.is_cached for column in self.blocks[of].gives)]
+        return [c for c in range(len(self.blocks) + 1) if not any(of < c <= i for of, i in kept)]
+
+    def caches_before(self, cut: int) -> list[int]:
+        """Blocks in front of a cut whose caches blocks behind it read."""
+        return sorted({of for one in self.blocks[cut:] if (of := one.cache_of) is not None and of < cut})
 
     @property
     def skipped_from(self) -> int:

@@ -91,10 +91,16 @@ def _attention(of: Attention, width: int) -> Shapes:
 
 
 def _latent(of: LatentAttention, width: int) -> Shapes:
+    n_queries = of.n_head * (of.rope_size + of.nope_size)
+    queries = _linear("attn.q_proj", width, n_queries, of.bias)
+    if of.q_rank is not None:
+        queries = {
+            **_linear("attn.q_a_proj", width, of.q_rank, of.a_bias),
+            "attn.q_a_norm.weight": (of.q_rank,),
+            **_linear("attn.q_b_proj", of.q_rank, n_queries, of.bias),
+        }
     return {
-        **_linear("attn.q_a_proj", width, of.q_rank, of.a_bias),
-        "attn.q_a_norm.weight": (of.q_rank,),
-        **_linear("attn.q_b_proj", of.q_rank, of.n_head * (of.rope_size + of.nope_size), of.bias),
+        **queries,
         **_linear("attn.kv_a_proj_with_mqa", width, of.kv_rank + of.rope_size, of.a_bias),
         "attn.kv_a_norm.weight": (of.kv_rank,),
         **_linear("attn.kv_b_proj", of.kv_rank, of.n_head * (of.nope_size + of.value_size), of.bias),

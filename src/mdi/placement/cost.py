@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 from mdi.model.caches import CHUNK_ROWS
 from mdi.placement.model import ModelShape, Workload
@@ -112,7 +113,7 @@ class Terms:
 
     def stage_s(self, i: int, start: int, stop: int) -> float:
         prefix = self.prefix_s(i)
-        return self.base_s[i] + prefix[stop] - prefix[start]
+        return max(self.base_s[i] + prefix[stop] - prefix[start], self._cost.reads_s(i, start, stop))
 
     def link_s(self, a: int, b: int, cut: int) -> tuple[float, float]:
         """A frame's way from node `a` to node `b` with the rows at a cut, and how long the link is busy with it."""
@@ -135,16 +136,17 @@ class Terms:
     def fits(self, i: int, start: int, stop: int) -> bool:
         running, loading = self.capacity(i)
         weights = self._cost.weights[stop] - self._cost.weights[start]
-        caches = self._cost.caches[stop] - self._cost.caches[start]
+        caches = self._cost.caches_bytes(start, stop)
         return weights + caches <= running and weights <= loading
 
     def reach(self, i: int, start: int, stage_s: float) -> int:
         """Where a stage that begins with block `start` has to end, to fit the node and to take at most `stage_s`."""
         running, loading = self.capacity(i)
         weights, held, prefix = self._cost.weights, self._cost.held, self.prefix_s(i)
+        begin = self._cost.begins[start]
         if min(running, loading) < 0 or self.base_s[i] > stage_s:
             return start
-        stop = bisect.bisect_right(held, held[start] + running) - 1
+        stop = bisect.bisect_right(held, begin + running) - 1
         stop = min(stop, bisect.bisect_right(weights, weights[start] + loading) - 1)
         return min(stop, bisect.bisect_right(prefix, prefix[start] + stage_s - self.base_s[i]) - 1)
 
@@ -158,17 +160,28 @@ class Terms:
         return self._most[i]
 
 
+class Windows(Protocol):
+    """Nodes that keep a part of their weights on the disk."""
+
+    prompt_rows: int
+
+    def reads_s(self, i: int, start: int, stop: int) -> float:
+        """Seconds in which node `i` reads what one frame needs of the blocks [start, stop) and, on the starter, the head."""
+
+
 class CostModel:
     """A cluster, a model and a run of it.
 
     Args:
         timed: sequences that the times are for, if other than the workload's; memory is always for the workload.
+        windows: nodes that read weights while they compute; None: none does.
     """
 
     def __init__(
-        self, profile: ClusterProfile, shape: ModelShape, workload: Workload, timed: int | None = None
-    ) -> None:
-        self.profile, self.shape, self.workload = profile, shape, workload
+        self, profile: ClusterProfile, shape: ModelShape, workload: Workload, timed: int | None = None,
+        windows: Windows | None = None,
+    ) -> None:  # fmt: skip
+        self.profile, self.shape, self.workload, self._windows = profile, shape, workload, windows
         self.timed = Workload(timed or workload.n_sequences, workload.sequence_length)
         self.links = Links(profile)
         length, n_sequences = workload.sequence_length, workload.n_sequences
@@ -177,6 +190,10 @@ class CostModel:
         self.weights = shape.sums(lambda b: b.weight_bytes)
         self.caches = shape.sums(lambda b: n_sequences * b.cache_bytes(length))
         self.held = [weight + cache for weight, cache in zip(self.weights, self.caches, strict=True)]
+        # Of caches in front of a cut, a stage behind it has copies, as far as a block behind it reads them.
+        each = [n_sequences * b.cache_bytes(length) for b in shape.blocks]
+        self._copies = [sum(each[i] for i in shape.caches_before(cut)) for cut in range(shape.n_layer + 1)]
+        self.begins = [held - copied for held, copied in zip(self.held, self._copies, strict=True)]
         # While a sequence grows, its cache is half full on average.
         self.looks = shape.sums(lambda b: b.read_bytes(-(-length // 2)))
         self._terms: dict[tuple[int, int, tuple[int, int]], Terms] = {}
@@ -210,6 +227,15 @@ class CostModel:
         """The reference block on node `i`, without looking at the cache."""
         return block_s(self.profile.nodes[i], self.shape, n_rows)
 
+    def reads_s(self, i: int, start: int, stop: int) -> float:
+        """Seconds in which node `i` reads from its disk what a frame needs of these blocks: it computes meanwhile."""
+        return 0.0 if self._windows is None else self._windows.reads_s(i, start, stop)
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of prompts in a frame at most."""
+        return CHUNK_ROWS if self._windows is None else self._windows.prompt_rows
+
     def cache_read_s(self, i: int, n_rows: int) -> float:
         """Seconds per byte of one sequence's caches that a frame looks at."""
         speed = self.profile.nodes[i].read_bytes_s
@@ -218,10 +244,10 @@ class CostModel:
     def head_s(self, n_rows: int) -> float:
         """Embedding, final norm and head on the starter, and the small model for one token, by its bytes."""
         starter, shape = self.profile.nodes[0], self.shape
-        draft_s = block_s(starter, shape, 1) * self.workload.draft_bytes / shape.reference.weight_bytes
+        draft_s = block_s(starter, shape, 1) * self.workload.draft_bytes / shape.reference.weights_read(1)
         if starter.head_s:
             return time_of(starter.head_s, n_rows) + draft_s
-        return block_s(starter, shape, n_rows) * shape.head_bytes / shape.reference.weight_bytes + draft_s
+        return block_s(starter, shape, n_rows) * shape.head_bytes / shape.reference.weights_read(n_rows) + draft_s
 
     def own_bytes(self, i: int) -> int:
         """Weights of a node besides its blocks."""
@@ -250,9 +276,13 @@ class CostModel:
         buffers = 2 * n_frames * rows * shape.widest_row_bytes
         return 2 * rows * shape.work_row_bytes + scores + shape.table_bytes * length + buffers + logits
 
+    def caches_bytes(self, start: int, stop: int) -> float:
+        """Of the blocks [start, stop), copies included."""
+        return self.caches[stop] - self.caches[start] + (self._copies[start] if stop > start else 0)
+
     def memory(self, i: int, start: int, stop: int, n_used: int) -> MemoryUse:
         """Memory of node `i` for the blocks [start, stop) in a ring of `n_used` nodes."""
-        caches = self.caches[stop] - self.caches[start]
+        caches = self.caches_bytes(start, stop)
         running = self.activation_bytes(i, self.workload.rows_per_frame(n_used), self.workload.frames(n_used))
         return MemoryUse(
             weights=int(self.own_bytes(i) + self.weights[stop] - self.weights[start]),
@@ -303,10 +333,11 @@ def _pace(
 
 
 def block_s(node: NodeProfile, shape: ModelShape, n_rows: int) -> float:
-    """The reference block on a node: as measured, or else the time to read its weights."""
+    """The reference block on a node: as measured, or else the time to read its weights, or to compute with many rows."""
     if node.block_s:
         return time_of(node.block_s, n_rows)
-    return time_of(((1, shape.reference.weight_bytes / node.read_bytes_s),), n_rows)
+    of = shape.reference
+    return max(of.weights_read(n_rows), of.weights_read(1) * n_rows / FLAT_ROWS) / node.read_bytes_s
 
 
 @dataclass(frozen=True)

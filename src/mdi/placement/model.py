@@ -21,7 +21,7 @@ from mdi.kernels.positions import table_bytes
 from mdi.kernels.weight_formats import WeightFormat, weight_format
 from mdi.model.caches import PAGE, CacheClass, kind_of
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.model.spec import BlockSpec, Experts, Mlp
+from mdi.model.spec import Attention, BlockSpec, DeltaNet, Experts, LatentAttention, Mixer, Mlp
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
 
@@ -33,14 +33,39 @@ class BlockShape:
     Attributes:
         weight_bytes: in the model's format, as held in memory.
         load_bytes: additional memory while it is loaded and packed.
-        macs: multiplications per row; of experts, those that a row is sent to.
+        macs: multiplications per row with weights; of experts, those that a row is sent to.
         cache: its cache.
+        expert_bytes: of the weights, those of experts; n_experts, n_used: how many there are, and how many a row is sent to.
+        look_macs: multiplications of attention per row, for each position that it sees.
+        state_macs: ... of a state, per row.
+        window: positions that a row sees, itself included; None is all of them.
     """
 
     weight_bytes: int
     load_bytes: int
     macs: int
     cache: CacheClass
+    expert_bytes: int = 0
+    n_experts: int = 0
+    n_used: int = 0
+    look_macs: int = 0
+    state_macs: int = 0
+    window: int | None = None
+
+    def weights_read(self, n_rows: float) -> float:
+        """Bytes of weights that so many rows need, if experts are chosen about equally often."""
+        if not self.n_experts:
+            return self.weight_bytes
+        unread = (1 - self.n_used / self.n_experts) ** n_rows
+        return self.weight_bytes - unread * self.expert_bytes
+
+    def attention_macs(self, start: int, n_rows: int) -> float:
+        """Multiplications without weights, of the rows of one text from position `start` on."""
+        seen = n_rows * start + n_rows * (n_rows + 1) / 2
+        if self.window is not None and (over := start + n_rows - self.window) > 0:
+            first = max(0, self.window - start)  # rows that see all before them
+            seen = first * start + first * (first + 1) / 2 + min(over, n_rows) * self.window
+        return self.look_macs * seen + self.state_macs * n_rows
 
     def cache_bytes(self, length: int) -> int:
         """Most bytes of a sequence of `length` positions, from its first token to its last."""
@@ -70,6 +95,8 @@ class ModelShape:
         runtime_bytes: memory of a process as soon as it computes: workspace of kernels, and the allocator's reserve.
         cuts: where it may be cut (ModelSpec.allowed_cuts); None is everywhere.
         cut_bytes: one position's activations on the wire at each cut (ModelSpec.row_at); None: `row_bytes` everywhere.
+        skipped_from: the block from which on only rows that give logits are computed; None: all compute all rows.
+        copied: at each cut, the blocks in front of it whose caches blocks behind it read (ModelSpec.caches_before); None: none.
     """
 
     name: str
@@ -90,6 +117,11 @@ class ModelShape:
     kv_dtype: str = "float32"
     cuts: tuple[int, ...] | None = None
     cut_bytes: tuple[int, ...] | None = None
+    skipped_from: int | None = None
+    copied: tuple[tuple[int, ...], ...] | None = None
+
+    def caches_before(self, cut: int) -> tuple[int, ...]:
+        return () if self.copied is None else self.copied[cut]
 
     def row_bytes_at(self, cut: int) -> int:
         return self.row_bytes if self.cut_bytes is None else self.cut_bytes[cut]
@@ -168,6 +200,7 @@ _AS_COMPUTED = {4: "float32", 2: "bf16"}  # what caches hold, by the bytes of a 
 RUNTIME_BYTES = 20_000_000  # measured (docs/distributing.md): memory of a computing process
 
 _Shapes = Mapping[str, Shape]
+_EXPERT = ".experts."
 
 
 def model_shape(config: ModelConfig, format: str, kv_dtype: str = "auto") -> ModelShape:
@@ -196,6 +229,7 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
     for name, shape in tensors.items():
         of_block.setdefault(part_of(name), {})[name] = shape
     head = _bytes({n: s for n, s in tensors.items() if n.startswith(("lm_head.", "transformer.ln_f."))}, form)
+    copied = tuple(tuple(spec.caches_before(cut)) for cut in range(spec.n_layer + 1))
     widths = [spec.row_at(cut).width for cut in range(spec.n_layer + 1)]
     return ModelShape(
         name=config.name,
@@ -216,16 +250,39 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         kv_dtype=kv_dtype,
         cuts=tuple(cuts) if len(cuts := spec.allowed_cuts()) <= spec.n_layer else None,
         cut_bytes=tuple(n * form.value_bytes for n in widths) if max(widths) > spec.width else None,
+        skipped_from=spec.skipped_from if spec.skipped_from < spec.n_layer else None,
+        copied=copied if any(copied) else None,
     )
 
 
 def _block(block: BlockSpec, own: _Shapes, form: WeightFormat, kv_dtype: str) -> BlockShape:
+    experts = block.mlp if isinstance(block.mlp, Experts) else None
     return BlockShape(
         weight_bytes=_bytes(own, form),
         load_bytes=form.load_bytes(widest(own.values())),
         macs=round(sum(math.prod(shape) * _used(block.mlp, name) for name, shape in own.items() if len(shape) == 2)),
         cache=kind_of(block).of_blocks(int(block.cache_of is None), kv_dtype, unit=1),
+        expert_bytes=_bytes({name: shape for name, shape in own.items() if _EXPERT in name}, form),
+        n_experts=experts.n if experts else 0,
+        n_used=experts.n_used if experts else 0,
+        look_macs=_look_macs(block.mixer),
+        state_macs=_state_macs(block.mixer),
+        window=block.mixer.window,
     )
+
+
+def _look_macs(mixer: Mixer) -> int:
+    """Of a row and a position: products with its key, and with its value."""
+    if isinstance(mixer, Attention):
+        return 2 * mixer.n_head * mixer.head_size
+    if isinstance(mixer, LatentAttention):
+        return mixer.n_head * (2 * mixer.kv_rank + mixer.rope_size)
+    return 0
+
+
+def _state_macs(mixer: Mixer) -> int:
+    """Of a row: a head's state is weighted, read with the key, changed, and read with the query."""
+    return 4 * mixer.n_head * mixer.k_size * mixer.v_size if isinstance(mixer, DeltaNet) else 0
 
 
 def _bytes(tensors: _Shapes, form: WeightFormat) -> int:
@@ -234,7 +291,7 @@ def _bytes(tensors: _Shapes, form: WeightFormat) -> int:
 
 def _used(mlp: Mlp, name: str) -> float:
     """The part of a weight matrix that an average row meets: of experts, as many as a row is sent to."""
-    return mlp.n_used / mlp.n if isinstance(mlp, Experts) and ".experts." in name else 1.0
+    return mlp.n_used / mlp.n if isinstance(mlp, Experts) and _EXPERT in name else 1.0
 
 
 def _widest(width: int, tensors: _Shapes) -> int:

@@ -83,6 +83,7 @@ def _group(cost: CostModel, members: Sequence[int]) -> tuple[NodeProfile, GroupP
     n_bytes = row_bytes(cost)
     node = replace(
         nodes[0], name=nodes[0].group, group="", block_s=block_s, read_bytes_s=min(reads), device="cpu",
+        attention_macs_s=min(node.attention_macs_s / part for node, part in zip(nodes, parts, strict=True)),
         n_cores=sum(node.n_cores for node in nodes), memory_bytes=_memory_bytes(cost, members, parts), held_bytes=0,
         shared_bytes=0, cached_parts=(), machine="",
     )  # fmt: skip

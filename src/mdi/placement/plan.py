@@ -18,14 +18,17 @@ from mdi.engine.prices import MORE_ROW
 from mdi.engine.speculation import MOST_ROWS, most_frames, tokens_per_s
 from mdi.errors import PlacementError
 from mdi.kernels.format_maps import shown
+from mdi.placement.clients import Clients
 from mdi.placement.cost import CostModel, MemoryUse, Prediction
 from mdi.placement.methods import by_hand, place
 from mdi.placement.model import ModelShape, Workload
 from mdi.placement.parallel import GroupPlan, ParallelChoice, choose_parallel, merged
 from mdi.placement.placement import Placement, excess_bytes
 from mdi.placement.profile import ClusterProfile
+from mdi.placement.prompts import ring_first_token_s, tensor_first_token_s
 from mdi.placement.search import ring_of, spread
 from mdi.placement.tensor_plan import TensorPlan, plan_tensor
+from mdi.placement.windows import NodeWindows
 from mdi.spec.options import DEFAULT_PLACEMENT
 from mdi.units import duration, size
 
@@ -172,7 +175,11 @@ FRAME_GAIN = 1.05
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One node of the ring: its blocks, memory in bytes, times of one frame in seconds; `computed_by` as in its profile."""
+    """One node of the ring: its blocks, memory in bytes, times of one frame in seconds; `computed_by` as in its profile.
+
+    Attributes:
+        read_bytes, read_s: with a window of weights, what it reads from its disk for each frame.
+    """
 
     name: str
     device: str
@@ -183,6 +190,8 @@ class NodePlan:
     stage_s: float
     link_s: float
     computed_by: str = ""
+    read_bytes: int = 0
+    read_s: float = 0.0
 
     @property
     def left_bytes(self) -> int:
@@ -207,6 +216,15 @@ class DraftPlan:
 
 
 @dataclass(frozen=True)
+class FirstToken:
+    """Seconds to the first token of a prompt of `n_tokens` that is alone; `tensor_s` with every block on all nodes."""
+
+    n_tokens: int
+    seconds: float
+    tensor_s: float | None = None
+
+
+@dataclass(frozen=True)
 class PlanReport:
     """The plan of a run.
 
@@ -221,6 +239,8 @@ class PlanReport:
         notes: where the numbers are less sure than they look, and why the starter has no block.
         stage_s_one, all_stages_s_one: of the slowest node, and of all nodes together, for one row.
         draft: the speed of one text whose next tokens are guessed; None: no rate of right guesses was given.
+        first_token: of a prompt; None: none was given.
+        clients: the most texts at a pace, which `workload` has; None: that was not asked.
     """
 
     model: str
@@ -243,6 +263,8 @@ class PlanReport:
     stage_s_one: float = 0.0
     all_stages_s_one: float = 0.0
     draft: DraftPlan | None = None
+    first_token: FirstToken | None = None
+    clients: Clients | None = None
 
     def with_draft(self, rate: float, most_rows: int = MOST_ROWS) -> PlanReport:
         """The report with the speed of one text whose guesses are right with this probability; `stage_s_one` is known.
@@ -291,6 +313,8 @@ class PlanReport:
                     "left_bytes": node.left_bytes,
                     "stage_s": node.stage_s,
                     "link_s": node.link_s,
+                    "read_bytes": node.read_bytes,
+                    "read_s": node.read_s,
                 }
                 for node in self.nodes
             ],
@@ -306,6 +330,8 @@ class PlanReport:
             "parallel": None if self.parallel is None else self.parallel.to_json(),
             "groups": [dataclasses.asdict(group) for group in self.groups],
             "draft": None if self.draft is None else dataclasses.asdict(self.draft),
+            "first_token": None if self.first_token is None else dataclasses.asdict(self.first_token),
+            "clients": None if self.clients is None else dataclasses.asdict(self.clients),
         }
 
 
@@ -319,6 +345,8 @@ def plan(
     measured: ModelShape | None = None,
     smaller: Sequence[ModelShape] = (),
     may_share: bool = True,
+    windows: NodeWindows | None = None,
+    prompt_tokens: int | None = None,
 ) -> PlanReport:
     """Place a model on a cluster and say what that means.
 
@@ -331,6 +359,9 @@ def plan(
             reads. None without such a shape: then times come from the nodes' reading speed.
         smaller: the same model in formats that take less, for advice.
         may_share: whether several nodes can compute a block of it together.
+        windows: of the profile's nodes; None: none reads weights from its disk. With them blocks are shared out evenly, as
+            `mdi run` does.
+        prompt_tokens: of a prompt whose first token is asked for.
 
     Raises:
         PlacementError: it does not fit; the message says where how much is missing, and what would help.
@@ -342,6 +373,8 @@ def plan(
     elif (profile.config_hash, profile.format) != (shape.config_hash, shape.format):
         profile, note = rescaled(profile, shape, measured)
         notes.append(note)
+    if windows is not None:
+        return _with_windows(windows, shape, workload, layers, prompt_tokens, tuple(notes))
     stages, groups = merged(profile, shape, workload)
     cost = CostModel(stages, shape, workload)
     try:
@@ -352,23 +385,60 @@ def plan(
             hints.append("--parallel tensor fits")
         raise PlacementError("; ".join([str(e), *hints]), e.missing) from None
     found = report(cost, placement, smaller, tuple(notes))
+    if prompt_tokens is not None:
+        first_s = ring_first_token_s(cost, placement.order, placement.counts, prompt_tokens)
+        found = replace(found, first_token=FirstToken(prompt_tokens, first_s))
     if len(profile.nodes) == 1 or not may_share:
         return found
-    parallel = choose_parallel(profile, shape, workload, found.tokens_s)
-    return dataclasses.replace(found, tensor=_for_one_text(profile, shape, workload), parallel=parallel, groups=groups)
+    parallel, tensor = (
+        choose_parallel(profile, shape, workload, found.tokens_s),
+        _for_one_text(profile, shape, workload),
+    )
+    if tensor is not None and found.first_token is not None:
+        shared_s = tensor_first_token_s(CostModel(profile, shape, workload), tensor, found.first_token.n_tokens)
+        found = replace(found, first_token=replace(found.first_token, tensor_s=shared_s))
+    return replace(found, tensor=tensor, parallel=parallel, groups=groups)
+
+
+def _with_windows(
+    windows: NodeWindows, shape: ModelShape, workload: Workload, layers: Sequence[int] | None, prompt_tokens: int | None,
+    notes: tuple[str, ...],
+) -> PlanReport:  # fmt: skip
+    """As `plan`, where nodes read weights from their disks. One frame is under way: each is a pass over the weights."""
+    cost = CostModel(windows.without_limits, shape, workload, windows=windows)
+    placement = place(cost, "even") if layers is None else by_hand(cost, layers)
+    found = report(cost, placement, (), notes, more_frames=1 - len(placement.order))
+    nodes = []
+    for i, node in zip(placement.order, found.nodes, strict=True):
+        window, limit = windows.plan(i, node.start, node.stop), cost.profile.nodes[i].window_bytes
+        if window is not None:
+            memory = replace(node.memory, weights=window.resident_bytes)
+            read_s = windows.reads_s(i, node.start, node.stop)
+            node = replace(node, memory=memory, free_bytes=limit, read_bytes=window.pass_bytes, read_s=read_s)
+        nodes.append(node)
+    first = None
+    if prompt_tokens is not None:
+        first_s = ring_first_token_s(cost, placement.order, placement.counts, prompt_tokens, n_frames=1)
+        first = FirstToken(prompt_tokens, first_s)
+    return replace(found, nodes=tuple(nodes), first_token=first)
 
 
 def report(
-    cost: CostModel, placement: Placement, smaller: Sequence[ModelShape] = (), notes: tuple[str, ...] = ()
-) -> PlanReport:
-    """The report on a placement that fits."""
-    prediction = cost.predict(placement.order, placement.counts)
-    more_frames = 0
-    if len(placement.order) > 1:
+    cost: CostModel, placement: Placement, smaller: Sequence[ModelShape] = (), notes: tuple[str, ...] = (),
+    more_frames: int | None = None,
+) -> PlanReport:  # fmt: skip
+    """The report on a placement that fits.
+
+    Args:
+        more_frames: in flight beyond one per node; None: one or none, whichever is faster.
+    """
+    is_free, more_frames = more_frames is None and len(placement.order) > 1, more_frames or 0
+    prediction = cost.predict(placement.order, placement.counts, more_frames=more_frames)
+    if is_free:
         another = cost.predict(placement.order, placement.counts, more_frames=1)
         if another.tokens_s > FRAME_GAIN * prediction.tokens_s:
             prediction, more_frames = another, 1
-    one = cost.predict(placement.order, placement.counts, n_sequences=1)
+    one = cost.predict(placement.order, placement.counts, n_sequences=1, more_frames=min(0, more_frames))
     links = prediction.link_s or (0.0,) * len(placement.order)
     nodes = []
     for k, (i, (start, stop)) in enumerate(zip(placement.order, placement.ranges, strict=True)):
@@ -393,7 +463,7 @@ def report(
         tokens_s=prediction.tokens_s,
         tokens_s_one=one.tokens_s,
         limit=limit_of(placement, prediction),
-        advice=tuple(advice(cost, placement, prediction, smaller)),
+        advice=tuple(advice(cost, placement, prediction, smaller)) if more_frames >= 0 else (),
         notes=(*notes, *_idle_starter(cost, placement), *_refused_caches(cost.shape.kv_dtype, nodes)),
         stage_s_one=max(one.stage_s),
         all_stages_s_one=sum(one.stage_s),
@@ -441,12 +511,11 @@ def rescaled(profile: ClusterProfile, shape: ModelShape, measured: ModelShape | 
         else:
             note = f"the times were measured with {what}, and taken as they are: they may be far off"
         return dataclasses.replace(profile, nodes=nodes), note
-    per_block = shape.reference.weight_bytes / measured.reference.weight_bytes
     per_head = shape.head_bytes / measured.head_bytes
     scaled = tuple(
         dataclasses.replace(
             node,
-            block_s=tuple((rows, s * per_block) for rows, s in node.block_s),
+            block_s=tuple((rows, s * _reads(shape, rows) / _reads(measured, rows)) for rows, s in node.block_s),
             head_s=tuple((rows, s * per_head) for rows, s in node.head_s),
         )
         for node in profile.nodes
@@ -455,6 +524,10 @@ def rescaled(profile: ClusterProfile, shape: ModelShape, measured: ModelShape | 
         profile, nodes=scaled, model=shape.name, config_hash=shape.config_hash, format=shape.format
     )
     return changed, f"the times were measured with {what} and scaled by the bytes of a block: a guess"
+
+
+def _reads(shape: ModelShape, n_rows: int) -> float:
+    return shape.reference.weights_read(n_rows)
 
 
 MOST_LEFT_OUT = 8  # nodes that are named
@@ -477,6 +550,16 @@ def format_plan(report: PlanReport) -> str:
     one = f"{_rate(report.tokens_s_one)} tokens/s for one sequence"
     many = f", {_rate(report.tokens_s)} for {n} ({report.n_frames} frames of {report.n_rows} rows)" if n > 1 else ""
     lines += [f"speed:    {one}{many}", f"limit:    {report.limit}"]
+    if report.clients is not None:
+        lines.append(_clients_line(report.clients))
+    if report.first_token is not None:
+        lines.append(_prompt_line(report.first_token))
+    lines += [
+        f"window:   {node.name} keeps {size(node.memory.weights)} of weights, and reads {size(node.read_bytes)} for each frame "
+        f"in {duration(node.read_s)}"
+        for node in report.nodes
+        if node.read_bytes
+    ]
     if report.tensor is not None:
         shared = report.tensor
         lines.append(
@@ -501,6 +584,20 @@ def _torch_lines(nodes: Sequence[NodePlan]) -> list[str]:
         if path == "torch":
             names.setdefault(reason, []).append(node.name)
     return [f"torch:    {', '.join(who)}: {reason}" for reason, who in names.items()]
+
+
+def _clients_line(clients: Clients) -> str:
+    shared = f", {clients.tensor_n} with every block on all nodes" if clients.tensor_n is not None else ""
+    more = f"; {clients.limit} allows no more" if clients.limit else ""
+    return (
+        f"clients:  {clients.n} texts of up to {clients.length} tokens have {clients.tokens_s:g} tokens/s each or more"
+        f"{shared}{more}"
+    )
+
+
+def _prompt_line(first: FirstToken) -> str:
+    shared = f", {duration(first.tensor_s)} with every block on all nodes" if first.tensor_s is not None else ""
+    return f"prompt:   {duration(first.seconds)} to the first token of {first.n_tokens} tokens{shared}"
 
 
 def _draft_line(draft: DraftPlan, tensor: TensorPlan | None) -> str:

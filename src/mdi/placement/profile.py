@@ -22,6 +22,8 @@ from mdi.spec.decode import FormatText, Meta, Name, Number, Positive, Text, Whol
 DEFAULT_ROUND_TRIP_S = 300e-6
 DEFAULT_BYTES_S = 125e6
 
+UNLIMITED = 1 << 60  # bytes of memory of a node that a plan is not to be limited by
+
 T = TypeVar("T")
 Times = tuple[tuple[Annotated[int, Meta(ge=1)], Positive], ...]
 
@@ -42,6 +44,9 @@ class NodeProfile:
         block_s: (rows, seconds) of one block of the cluster profile's model in its format, rows rising; () is unknown, and
             estimated from `read_bytes_s`.
         head_s: the same for final norm, head and embedding; () is unknown, and estimated from bytes.
+        attention_macs_s: multiplications per second of attention over a prompt, without weights; 0 is unknown, and taken to be
+            those of a block with many rows.
+        window_bytes: limit of its memory (--memory), with which it reads weights from its disk while computing; 0: none.
         process_bytes: memory of the process besides weights, caches and activations.
         cached_parts: sha256 of the parts that it has already.
         shared_bytes: what is free of the device for all its processes together, whatever the limits of this one: nodes of one
@@ -70,6 +75,8 @@ class NodeProfile:
     machine: Text = ""
     computed_by: Text = ""
     group: Text = ""
+    attention_macs_s: Number = 0.0
+    window_bytes: Whole = 0
 
     def to_json(self) -> dict[str, Any]:
         return _plain(dataclasses.asdict(self))

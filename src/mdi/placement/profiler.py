@@ -109,6 +109,7 @@ class Profiler:
             read_bytes_s=speeds.read_bytes_s,
             block_s=speeds.block_s,
             head_s=speeds.head_s,
+            attention_macs_s=speeds.attention_macs_s,
             shared_bytes=machine_free_bytes(subject.computing.device),
             held_bytes=max(
                 0, self.held_bytes_of(subject.computing.device) - self._in_use_bytes(subject.computing.device)
@@ -223,4 +224,6 @@ def _speeds(value: Any) -> Speeds | None:
         checked = NodeProfile.from_json({**blank, **value})
     except MdiError:
         return None
-    return Speeds(checked.disk_read_bytes_s, checked.read_bytes_s, checked.block_s, checked.head_s)
+    return Speeds(
+        checked.disk_read_bytes_s, checked.read_bytes_s, checked.block_s, checked.head_s, checked.attention_macs_s
+    )

@@ -13,13 +13,14 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mdi.cancel import Cancel
+from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.shapes import model_shapes
 from mdi.errors import CheckpointError
 from mdi.host.computing import Computing
@@ -29,7 +30,10 @@ from mdi.kernels import library
 from mdi.kernels.blocks import Context, Linear
 from mdi.kernels.layout import Matrix, aligned_bytes, matrix_bytes
 from mdi.kernels.slices import Slice
+from mdi.model.caches import CHUNK_ROWS
 from mdi.model.plain import ModelConfig, spec_of
+from mdi.model.spec import Attention
+from mdi.placement.model import model_shape
 from mdi.units import size
 
 WIDTH = 1024  # numbers in a row
@@ -68,8 +72,9 @@ def _in_torch(n_rows: int, device: str) -> Callable[[], object]:
     return read
 
 
-ROWS = (1, 2, 3, 4, 16, 128)  # times of few rows are not linear, because kernels differ
+ROWS = (1, 2, 3, 4, 16, CHUNK_ROWS, 128)  # times of few rows are not linear, because kernels differ
 CONTEXT = 64  # positions that a sequence has behind it when its next row is timed
+PROMPT_CONTEXT = 1024  # ... and when attention over a prompt is
 SPAN_S = 0.35  # how long one thing is measured
 WORKING_SET_BYTES = 128 << 20  # more blocks are built until they no longer fit a processor's cache
 N_BLOCKS_LIMIT = 8
@@ -104,6 +109,7 @@ class Speeds:
     read_bytes_s: float
     block_s: Times
     head_s: Times
+    attention_macs_s: float = 0.0
 
 
 class Bench(ABC):
@@ -140,7 +146,7 @@ class Bench(ABC):
         Raises:
             CheckpointError: one block of the model does not even fit into the memory that is free.
         """
-        total = 3 + len(ROWS) + (1 if with_head else 0)
+        total = 4 + len(ROWS) + (1 if with_head else 0)
         self.progress("disk", 0, total)
         disk = disk_read_bytes_s(cache_dir)
         self.progress("memory", 1, total)
@@ -152,12 +158,14 @@ class Bench(ABC):
             self.progress(f"a block at {rows} rows", 3 + i, total)
             times.append((rows, self._block_s(stage, rows)))
         del stage
+        self.progress("attention", 3 + len(ROWS), total)
+        attention = self._attention_macs_s()
         head: Times = ()
         if with_head:
             self.progress("the head", total - 1, total)
             head = self._head_s()
         self.progress("done", total, total)
-        return Speeds(disk, memory, tuple(times), head)
+        return Speeds(disk, memory, tuple(times), head, attention)
 
     @abstractmethod
     def blocks_of(self, start: int, stop: int, max_length: int) -> Any:
@@ -195,10 +203,10 @@ class Bench(ABC):
         return self.blocks_of(start, start + n_blocks, min(context, CONTEXT + max(ROWS)))
 
     def _block_s(self, stage: Any, rows: int) -> float:
-        """One row each of `rows` sequences or, for the largest number, a piece of one prompt."""
+        """One row each of `rows` sequences or, where they are many, a piece of one prompt."""
         length = stage.max_length
         context = min(CONTEXT, length // 2)
-        if rows == max(ROWS):
+        if rows >= CHUNK_ROWS:
             n = min(rows, length)
             slices = [Slice(0, 0, n, n)]  # all give logits, so that no block skips some
         else:
@@ -211,6 +219,28 @@ class Bench(ABC):
         stage.caches.clear()
         return seconds / self._n_blocks
 
+    def _attention_macs_s(self) -> float:
+        """Of a piece of a prompt, in a block as narrow as can be, so that little else is computed; 0 without attention."""
+        mixers = [one.mixer for one in self._spec.blocks if isinstance(one.mixer, Attention)]
+        if not mixers:
+            return 0.0
+        config = ModelConfig(
+            name="attention", n_layer=1, n_embd=64, intermediate_size=64, padded_vocab_size=64, block_size=2 * PROMPT_CONTEXT,
+            n_head=mixers[0].n_head, n_query_groups=mixers[0].n_groups, head_size=mixers[0].head_size,
+            norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", parallel_residual=False, bias=False,
+        )  # fmt: skip
+        computing = self._subject.computing
+        packing = computing.packing and Packing("float32", "float32")
+        plain = replace(computing, quantize=None, quantize_head=None, packing=packing)
+        bench = type(self)(Subject(config, "", plain), self._span_s, cancel=self._cancel)
+        bench._row_width = config.n_embd
+        stage = bench.blocks_of(0, 1, PROMPT_CONTEXT + CHUNK_ROWS)
+        for start in range(0, PROMPT_CONTEXT, CHUNK_ROWS):
+            stage(bench.rows(CHUNK_ROWS), [Slice(0, start, CHUNK_ROWS, CHUNK_ROWS)])
+        x, last = bench.rows(CHUNK_ROWS), [Slice(0, PROMPT_CONTEXT, CHUNK_ROWS, CHUNK_ROWS)]
+        seconds = bench._mean_s(lambda: stage(x, last))
+        return model_shape(config, "float32").reference.attention_macs(PROMPT_CONTEXT, CHUNK_ROWS) / seconds
+
     def _head_s(self) -> Times:
         """Final norm and head; the embedding only looks rows up. Empty if there is no memory to build them."""
         try:
@@ -220,7 +250,7 @@ class Bench(ABC):
             return ()
         head = self.head()
         times = []
-        for rows in ROWS[:-1]:  # of a prompt only the last row goes through the head
+        for rows in ROWS[:-2]:  # of a prompt only the last row goes through the head
             x = self.rows(rows)
             times.append((rows, self._mean_s(lambda x=x: head(x), self._span_s / 2)))  # type: ignore[misc]
         return tuple(times)

@@ -160,7 +160,7 @@ class _Different(_Fill):
 
     def __init__(self, cost: CostModel, terms: Terms, order: Sequence[int]) -> None:
         self._n_layer, self._terms, self._order = cost.n_layer, terms, order
-        self._weights, self._held = cost.weights, cost.held
+        self._weights, self._held, self._begins = cost.weights, cost.held, cost.begins
         cuts = range(self._n_layer + 1) if cost.shape.cuts is None else cost.shape.cuts
         # Of each place the last one, up to it, where the model may be cut.
         self._cut_at = list(itertools.accumulate((i if i in cuts else -1 for i in range(self._n_layer + 1)), max))
@@ -205,7 +205,7 @@ class _Different(_Fill):
         """One more node. The window of possible starts only moves on, so its minimum is kept in a deque."""
         n, terms = self._n_layer, self._terms
         prefix, base = terms.prefix_s(i), terms.base_s[i]
-        weights, held, (running, loading) = self._weights, self._held, terms.capacity(i)
+        weights, held, begins, (running, loading) = self._weights, self._held, self._begins, terms.capacity(i)
         result, start_of = [_INF] * (n + 1), [0] * (n + 1)
         window: deque[int] = deque()
         limit = stage_s * (1 + 1e-12)
@@ -224,7 +224,7 @@ class _Different(_Fill):
             window.append(start)
             while low < stop and (
                 base + prefix[stop] - prefix[low] > limit
-                or held[stop] - held[low] > running
+                or held[stop] - begins[low] > running
                 or weights[stop] - weights[low] > loading
             ):
                 low += 1

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mdi.cancel import Cancel
-from mdi.checkpoint.adapters import adapter_names
+from mdi.checkpoint.adapters import Adapter, adapter_names
 from mdi.checkpoint.chunks import find_chunk
 from mdi.checkpoint.mixtures import meant
 from mdi.checkpoint.parts import stage_parts
@@ -43,7 +43,7 @@ from mdi.placement.model import Workload, model_shape
 from mdi.placement.parallel import GROUPS, TENSOR, ParallelChoice, choose_measured, with_groups
 from mdi.placement.plan import PlanReport
 from mdi.placement.planning import choose, format_blocks, profile_cluster
-from mdi.placement.profile import ClusterProfile
+from mdi.placement.profile import UNLIMITED, ClusterProfile
 from mdi.placement.tensor_plan import plan_tensor
 from mdi.run.nodes import Losses, StarterPorts, free_nodes
 from mdi.run.swarm import Swarm, SwarmPart, with_chain
@@ -61,8 +61,6 @@ from mdi.text.texts import TextCodec
 from mdi.units import duration, size
 
 ALL_NODES = "all nodes"
-
-UNLIMITED = 1 << 60  # bytes
 
 logger = logging.getLogger("mdi")
 
@@ -145,14 +143,27 @@ class Choice:
         self._is_open = True
         warn_of_rounding(weights.model.name, weights.native, options.quantize)
         self._set_format(options.quantize)
-        if weights.adapters and self.computing.packing is None:
-            refuse({"--adapter": "--adapter", TORCH: f"this node computes {self.computing.why_torch}"})
+        if weights.adapters:
+            self._check_kernels()
         for one in weights.adapters:
-            if one.n_virtual >= self.context_length:
-                raise UsageError(
-                    f"--adapter {one.name}: its {one.n_virtual} rows leave no place for a text in a context of "
-                    f"{self.context_length}", code=Code.LENGTH,
-                )  # fmt: skip
+            self.check_room(one)
+
+    def check_adapters(self) -> None:
+        """Raises UsageError if there can be no adapters."""
+        check_adapters(self.family, self.weights, self.options)
+        self._check_kernels()
+
+    def _check_kernels(self) -> None:
+        if self.computing.packing is None:
+            refuse({"--adapter": "--adapter", TORCH: f"this node computes {self.computing.why_torch}"})
+
+    def check_room(self, adapter: Adapter) -> None:
+        """Raises UsageError if an adapter leaves no place for a text."""
+        if adapter.n_virtual >= self.context_length:
+            raise UsageError(
+                f"--adapter {adapter.name}: its {adapter.n_virtual} rows leave no place for a text in a context of "
+                f"{self.context_length}", code=Code.LENGTH,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Harmless if repeated."""

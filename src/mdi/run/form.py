@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from mdi.cancel import Cancel, Periodic
+from mdi.checkpoint.adapters import Adapter
 from mdi.control.client import ControlClient, FanOut
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.reach import reach_node
@@ -311,18 +312,22 @@ class Former:
         return self.close(self.prepare(plan, cancel, rows), cancel)
 
     def load_ahead(
-        self, plan: Form, cancel: Cancel, put: Callable[[Loaded], None], timeout_s: float | None = None
+        self, plan: Form, cancel: Cancel, put: Callable[[Loaded], None], timeout_s: float | None = None,
+        adapters: Sequence[Adapter] | None = None,
     ) -> LoadAhead | None:  # fmt: skip
         """Begin to load the stages of another ring while the present one goes on; None if it cannot be done meanwhile.
 
         Args:
             put: gets the outcome, from another thread.
             timeout_s: it fails after that time; None: it may take as long as it makes progress.
+            adapters: that all stages of the other ring have; None: those of the present one.
         """
         basis, ring = self.basis, self.ring
         if ring is None or self.held is None:
             return None
         weights = copy.copy(basis.weights)  # the present ring is described with the other cut
+        if adapters is not None:
+            weights.put_adapters(adapters)
         cluster = replace(self.cluster, secondaries=tuple(self._nodes[name] for name in plan.names[1:]), spares=())
         if basis.sharing is None:
             weights.take_blocks(plan.spans)
@@ -336,6 +341,7 @@ class Former:
         outside = [ControlClient(self._nodes[name], cluster.keys) for name in sorted(plan.outside)]
         self._n_rings += 1
         kept = frozenset((stage, basis.weights.share_of(index)) for index, stage in enumerate(ring.stages))
+        kept = kept if adapters is None else frozenset()
         task = RingTask(
             replace(basis, weights=weights), cluster, clients, self._n_rings, REACH_S, frozenset(ring.processes),
             self._holders(outside), hot=plan.hot, kept=kept,

@@ -10,16 +10,19 @@ new and would make the ring faster.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from mdi.cancel import Cancel
+from mdi.checkpoint.adapters import Adapter
 from mdi.control.client import ControlClient, FanOut
 from mdi.control.meeting import ASK_S
 from mdi.control.messages import HAND_OVER_S
@@ -69,6 +72,22 @@ class Leaving:
 
     node: str
     ring: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """All stages are to have these adapters in the place of those that they have.
+
+    Attributes:
+        done: ends when a ring has them, or with the MdiError that was in the way: then the ring goes on as it is.
+    """
+
+    adapters: Sequence[Adapter]
+    done: Future[None] = field(default_factory=Future)
+
+    def fail(self, error: MdiError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 class Nodes(Protocol):
@@ -353,9 +372,11 @@ class RingLoop:
         self._is_untrue = False  # whether rows of the last ring may be wrong
         self.on_search: Callable[[], None] = lambda: None
         self.on_left: Callable[[], None] = lambda: None
-        self._events: queue.SimpleQueue[Ended | Leaving | Better | Loaded | Untrue] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Ended | Leaving | Better | Loaded | Untrue | Change] = queue.SimpleQueue()
         self._ahead: LoadAhead | None = None
         self._left_for: Lost | Form | None = None  # what the present ring will be left for, when `_ahead` has loaded
+        self._change: Change | None = None  # that `_ahead` loads for
+        self._changing: Change | None = None  # that the ring is formed for
         self.engine: StarterEngine | None = None
         self._computing: EngineThread | None = None
         self._thread: threading.Thread | None = None
@@ -367,8 +388,8 @@ class RingLoop:
 
     # From any thread
 
-    def put(self, event: Leaving | Better | Untrue) -> None:
-        """Something was seen."""
+    def put(self, event: Leaving | Better | Untrue | Change) -> None:
+        """Something was seen, or is wanted."""
         self._events.put(event)
 
     def admit(self, node: NodeConfig) -> ControlClient:
@@ -414,8 +435,12 @@ class RingLoop:
         try:
             while not self._cancel.is_cancelled and (cause := self._generate(ring, engine)) is not None:
                 self.is_recovering = True
+                change = self._begin_change(cause)
                 ring = self.next_ring(cause)
                 self.is_recovering = False
+                self._changing = None
+                if change is not None:
+                    change.done.set_result(None)
                 self._end_ahead(is_used=self._ahead is not None and self._ahead.plan.stages == ring.stages)
         except MdiError as e:
             e.with_traceback(None)  # who keeps it would keep the frames
@@ -425,6 +450,7 @@ class RingLoop:
             self.failure = EngineError(f"starter failed: {type(e).__name__}: {e}")
         self.running = None
         self._end_ahead(is_used=False)
+        self._refuse_changes()
         if self._cancel.is_cancelled:
             # Who closes rings may be through with it: forming one may take longer than it waits.
             self._former.close_links(is_awaited=False)
@@ -478,8 +504,31 @@ class RingLoop:
             self._events.put(event)
         return lost
 
-    def _wanted(self, event: Leaving | Better | Loaded, ring: Ring) -> Lost | Form | None:
+    def _begin_change(self, cause: Event | Form | None) -> Change | None:
+        """Have all further rings made with the adapters that the present one is left for; None if it is left for no such."""
+        change = self._change
+        if change is None or cause is not self._left_for:
+            return None
+        self._former.basis.weights.put_adapters(change.adapters)
+        self._change = None
+        self._changing = change
+        return change
+
+    def _refuse_changes(self) -> None:
+        """The run is over."""
+        error = self.failure or EngineError("the run has ended")
+        if self._changing is not None:
+            self._changing.fail(error)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event = self._events.get_nowait()
+                if isinstance(event, Change):
+                    event.fail(error)
+
+    def _wanted(self, event: Leaving | Better | Loaded | Change, ring: Ring) -> Lost | Form | None:
         """Why the present ring is to be left now; None if it is not."""
+        if isinstance(event, Change):
+            return self._begin_loading(event, ring)
         if isinstance(event, Loaded):
             return self._loaded(event.ahead) if event.ahead is self._ahead else None
         if isinstance(event, Better):
@@ -497,6 +546,21 @@ class RingLoop:
         roll = self.ask(list(self.clients.values()), frozenset(), ASK_S)
         plan = self.policy.without(event.node, roll, self._clock())
         return lost if plan is None else self._load_ahead(plan, lost, AHEAD_S)
+
+    def _begin_loading(self, change: Change, ring: Ring) -> Lost | Form | None:
+        """Load the stages with other adapters on all nodes."""
+        if self._ahead is not None:
+            change.fail(EngineError("the nodes load blocks for another ring: try again later"))
+            return None
+        plan = Form(ring.stages, is_moved=True)  # the caches belong to the stages, and the texts are computed again
+        try:
+            self._ahead = self._former.load_ahead(plan, self._cancel, self._events.put, adapters=change.adapters)
+        except MdiError as e:
+            change.fail(e)
+            return None
+        assert self._ahead is not None, "there is a ring"
+        self._change, self._left_for = change, plan
+        return None
 
     def _without(self, untrue: Untrue, ring: Ring) -> Lost | None:
         """The ring is left, and its rows count for nothing; None if they are right, or others have computed the wrong ones."""
@@ -528,6 +592,10 @@ class RingLoop:
         if error is None or self._cancel.is_cancelled:
             return cause
         logger.debug("loading ahead failed: %s", error)
+        if self._change is not None:
+            self._change.fail(error)
+            self._end_ahead(is_used=False)
+            return None
         self._end_ahead(is_used=False)
         if isinstance(cause, Lost):
             return cause
@@ -538,6 +606,9 @@ class RingLoop:
     def _end_ahead(self, is_used: bool) -> None:
         """Keep what was loaded ahead if a ring uses it, else free it."""
         ahead, self._ahead = self._ahead, None
+        if (change := self._change) is not None:
+            self._change = None
+            change.fail(EngineError("the ring has become another one meanwhile: try again"))
         if ahead is not None:
             ahead.close() if is_used else ahead.give_up()
 
@@ -551,7 +622,9 @@ class RingLoop:
             self._records.end(engine.first_token_s)
         if isinstance(cause, Form):
             joining = set(cause.names).difference(stage.name for stage in self.policy.ring)
-            if hot := sorted(joining & cause.hot):
+            if self._changing is not None:
+                logger.info("the ring goes on with other adapters")
+            elif hot := sorted(joining & cause.hot):
                 logger.info("hot spare: %s computes beside the node after it", ", ".join(hot))
             elif joining:
                 logger.info("%s joins the ring and makes it faster", ", ".join(sorted(joining)))

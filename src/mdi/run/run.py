@@ -12,6 +12,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +21,7 @@ from typing import Any
 
 import mdi
 from mdi.cancel import Cancel
+from mdi.checkpoint.adapters import Adapter, AdapterName
 from mdi.checkpoint.model_store import InUse
 from mdi.control.client import ControlClient
 from mdi.control.messages import CONTROL_VERSION, MOST_TAPS
@@ -30,8 +32,9 @@ from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import Events, Request, SamplingParams, Side, TakeRows, TextAdapter
 from mdi.engine.speculation import Speculation, most_rows_of
 from mdi.engine.starter import StarterEngine
-from mdi.errors import Code, ControlError, NodeLostError, UsageError
+from mdi.errors import Code, ControlError, MdiError, NodeLostError, UsageError
 from mdi.host.threads import host_of, n_threads
+from mdi.kernels.blocks import MOST_ADAPTERS
 from mdi.metrics import NodeMetrics, RunMetrics
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.planning import profile_request
@@ -41,7 +44,7 @@ from mdi.run.cut import MovingCut
 from mdi.run.drafting import draft_memory, open_draft
 from mdi.run.form import Basis, Former, Ring
 from mdi.run.identity import RingArithmetic, base_of, identity_of
-from mdi.run.loop import Joins, Lookout, RingLoop, SlowLinks
+from mdi.run.loop import Change, Joins, Lookout, RingLoop, SlowLinks
 from mdi.run.nodes import Losses, NodeSource, StarterPorts, dismiss
 from mdi.run.passes import Passes
 from mdi.run.policy import Cut, Policy, Stage, with_hot_spares
@@ -53,13 +56,14 @@ from mdi.run.verify import RowVerifier
 from mdi.spec.cluster import ClusterConfig
 from mdi.spec.combinations import GRADIENTS, GUESSES, MANY, SIDES, TOGETHER, TORCH, facts_of, refuse
 from mdi.spec.extent import N_TEXTS, Extent
-from mdi.spec.options import StarterOptions
+from mdi.spec.options import StarterOptions, is_side
 from mdi.spec.window import window_of
 from mdi.stages.building import prompt_rows
 from mdi.stages.model_family import ModelFamily
 from mdi.stages.side import LM, SideNetwork, check_base, read_side
 from mdi.terminal import reporting
 
+CHANGE_LOOK_S = 0.5  # how often it is looked whether a run has ended that is to have other adapters
 N_RING_BITS = 20  # of a ring's id, the lowest ones, count the rings of its run; the others are the run's
 
 logger = logging.getLogger("mdi")
@@ -305,9 +309,7 @@ class Run(StatusOnly):
         self.engine = engine = StarterEngine(
             ring.stage.at_starter, scheduler, self.max_length, ring.stage.rows, options.wire_dtype, self._taps
         )
-        engine.adapters = {one.name: TextAdapter(one.sha256, one.n_virtual) for one in model.weights.adapters} | {
-            name: TextAdapter(side.sha256, side=self._with_taps(side)) for name, side in self._sides.items()
-        }
+        engine.adapters = self._text_adapters()
         engine.sent = SentRows(self.replay_bytes)
         engine.n_frames, engine.may_guess, engine.is_deep = ring.n_frames, ring.may_guess, ring.is_deep
         engine.speculation = self._speculation(model, ring)
@@ -325,6 +327,63 @@ class Run(StatusOnly):
             joins = None if self.is_shared else Joins(loop, cut, spares, self._nodes.newcomers, measure, loop.ask)
             links = None if self.is_shared else SlowLinks(self.run_id, cut)
             self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel, links)
+
+    def _text_adapters(self) -> dict[str, TextAdapter]:
+        of_nodes = {one.name: TextAdapter(one.sha256, one.n_virtual, one.number) for one in self.model.weights.adapters}
+        return of_nodes | {
+            name: TextAdapter(side.sha256, side=self._with_taps(side)) for name, side in self._sides.items()
+        }
+
+    def load_adapter(self, named: AdapterName) -> None:
+        """From any thread, one at a time: a further adapter, of all nodes, which texts may choose from then on.
+
+        Raises:
+            MdiError: it is not served, or not with this run; or a node has no memory for it. All goes on as it was then.
+        """
+        model = self.model
+        model.check_adapters()
+        if model.options.verify or model.held is not None:
+            what = "--verify" if model.options.verify else "nodes of a swarm"
+            raise UsageError(f"with {what}, adapters are those that the run began with", code=Code.FLAGS)
+        if is_side(f"={named.folder}"):
+            why = "it is a side network, which a server must be started with: nodes send other rows for it"
+            raise UsageError(f"adapter {named.name}: {why}", code=Code.FLAGS)
+        if named.name in self.adapters:
+            raise UsageError(f"there is an adapter {named.name} already", code=Code.ADAPTER)
+        present = model.weights.adapters
+        if len(present) == MOST_ADAPTERS:
+            raise UsageError(f"{MOST_ADAPTERS} adapters are loaded: unload one of them", code=Code.ADAPTER)
+        number = next(n for n in range(1, MOST_ADAPTERS + 1) if n not in {one.number for one in present})
+        adapter = model.weights.open_adapter(named, number)
+        model.check_room(adapter)
+        self._change_adapters([*present, adapter])
+
+    def unload_adapter(self, name: str) -> None:
+        """From any thread, one at a time: no node has it any more, and no text may have it. Raises MdiError."""
+        present = self.model.weights.adapters
+        if name not in (one.name for one in present):
+            raise UsageError(f"there is no adapter {name[:100]!r} that can be unloaded", code=Code.ADAPTER)
+        kept = [one for one in present if one.name != name]
+        before = self.engine.adapters
+        self.engine.adapters = {known: one for known, one in before.items() if known != name}
+        try:
+            self._change_adapters(kept)
+        except MdiError:
+            self.engine.adapters = before
+            raise
+
+    def _change_adapters(self, adapters: Sequence[Adapter]) -> None:
+        assert self._loop is not None
+        change = Change(adapters)
+        self._loop.put(change)
+        while True:
+            try:
+                change.done.result(CHANGE_LOOK_S)
+                break
+            except FutureTimeout:
+                self.raise_failure()
+                self._cancel.check()
+        self.engine.adapters = self._text_adapters()
 
     def _with_taps(self, side: SideNetwork) -> Side:
         """A side network that gets the outputs of all taps of the run."""

@@ -51,7 +51,7 @@ class StarterSupply:
         n_rows = most_rows_of(weights.model.spec.has_experts, True) if self._has_guesses else 1
         share = "" if group is None else f"{group.rank} of {group.shares} {group.packing}"
         parts = tuple(
-            PartInfo(part, f"{weights.id} {share} {part}", self._holder_of(part).part_bytes(part))
+            PartInfo(part, f"{share} {weights.own_id(part)}", self._holder_of(part).part_bytes(part))
             for part in self.family.parts_of(weights, node)
         )
         return StageSpec(

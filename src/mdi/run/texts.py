@@ -315,7 +315,8 @@ class RunTexts:
 
     def _params(self, params: SamplingParams) -> SamplingParams:
         stops = tuple(tuple(s) for s in self._codec.stop_sequences)
-        return replace(params, eos_ids=self._codec.eos_ids, stop_sequences=stops)
+        codec = self._codec
+        return replace(params, eos_ids=codec.eos_ids, stop_sequences=stops, suppressed=codec.suppressed)
 
     def _sample(self, prompt: str, prompt_ids: Sequence[int], stop: Sequence[str], on_text: OnText | None) -> Sample:
         # A bare prompt is continued in mid-text; in a prompt style the answer begins a new text.

@@ -62,6 +62,7 @@ def handlers(host: ModelHost, snapshots: Snapshots, machines: Machines | None = 
     return {
         "load": lambda args: {"code": _want(host, args["model"], True)},
         "unload": lambda args: {"code": _want(host, args["model"], False)},
+        "adapt": lambda args: host.adapt(args["adapter"], args["folder"]),
         "doctor": lambda args: doctor(node(args)),
         "plan": lambda args: plan_now(node(args), snapshots.latest.get(args["model"], {})),
         "invite": lambda args: invited.invite(args["who"]),

@@ -18,7 +18,7 @@ class Catalog:
     """Args:
     home: the store.
     first: the folder that the server was started with; it may be elsewhere.
-    adapters: names of the first model with an adapter.
+    adapters: names of the first model with an adapter; they may become others.
     aliases: for patterns of names that requests may have (claude-*), the names here that are meant.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from mdi.serve.request import (
     read_fields,
 )
 from mdi.serve.tools import parse_tools
-from mdi.text.answers.events import Call, Reasoning
+from mdi.text.answers.events import Call, CallBegun, CallPiece, Event, Reasoning
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PARTS = {"text": "text", "refusal": "refusal"}  # the second is what the assistant said instead
@@ -93,7 +93,20 @@ class _Message:
     reasoning: str = ""
     reason: str | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
+    is_calling: bool = False  # the last of them comes in pieces
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    def told_of(self, event: Event) -> Iterator[dict[str, Any]]:
+        """What a stream says of a call."""
+        if isinstance(event, CallBegun) or (isinstance(event, Call) and not self.is_calling):
+            function = {"name": event.name, "arguments": event.arguments if isinstance(event, Call) else ""}
+            self.calls.append({"id": event.id or new_call_id(), "type": "function", "function": function})
+            self.is_calling = isinstance(event, CallBegun)
+            yield {"index": len(self.calls) - 1, **self.calls[-1]}
+        elif isinstance(event, CallPiece):
+            yield {"index": len(self.calls) - 1, "function": {"arguments": event.text}}
+        elif isinstance(event, Call):
+            self.is_calling = False
 
 
 class ChatChoices(Choices):
@@ -116,12 +129,11 @@ class ChatChoices(Choices):
             delta["reasoning_content"] = reasoning
         if content := piece.text:
             delta["content"] = content
-        if calls := [_call(one) for one in piece.events if isinstance(one, Call)]:
-            delta["tool_calls"] = [{"index": len(message.calls) + i, **call} for i, call in enumerate(calls)]
+        if told := [one for event in piece.events for one in message.told_of(event)]:
+            delta["tool_calls"] = told
         logprobs = chat_logprobs(self._codec, piece) if self._has_logprobs else []
         message.reasoning += reasoning
         message.content += content
-        message.calls += calls
         message.logprobs += logprobs
         reason = "tool_calls" if message.calls and piece.finish_reason == "stop" else piece.finish_reason
         message.reason = reason
@@ -139,11 +151,6 @@ class ChatChoices(Choices):
             message["tool_calls"] = made.calls
         logprobs = {"content": made.logprobs, "refusal": None} if self._has_logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": made.reason}
-
-
-def _call(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id or new_call_id(), "type": "function", "function": function}
 
 
 def _chunk(

@@ -79,7 +79,7 @@ class Completion:
         gaps: list[Gap | None] = []
 
         def encode(behind: str) -> list[int]:
-            gaps.append(with_gap(model.tokenizer, before, behind, model.codec.first_id))
+            gaps.append(with_gap(model.tokenizer, before, behind, model.codec.first_id, model.codec.special_ids))
             return []
 
         text = before if isinstance(before, str) else ""

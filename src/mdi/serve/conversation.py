@@ -71,8 +71,12 @@ class Conversation:
     def messages(self) -> list[dict[str, Any]]:
         return [turn.message for turn in self.turns]
 
-    async def opened(self, model: LoadedModel, fields: CommonFields) -> Opened:
-        """Raises ApiError: the template refuses it, or the model cannot continue it."""
+    async def opened(self, model: LoadedModel, fields: CommonFields, streams_calls: bool = False) -> Opened:
+        """Raises ApiError: the template refuses it, or the model cannot continue it.
+
+        Args:
+            streams_calls: whether arguments of calls come in pieces.
+        """
         tools = self.tools.tools
         template = model.template.for_chat(has_tools=bool(tools))
         form = model.form_of(template)
@@ -94,7 +98,7 @@ class Conversation:
         stop = (*fields.stop, *(PLAIN_STOPS if form.is_plain and not has_grammar else ()))
         answer = partial(
             AnswerStream, model.codec, WORDS if has_grammar and not lark else form, stop, tools,
-            begins_in_reasoning and not has_grammar, bool(self.tools.forced),
+            begins_in_reasoning and not has_grammar, bool(self.tools.forced), streams_calls=streams_calls,
         )  # fmt: skip
         return Opened([prompt], answer, stop, grammar=None if lark is None else {"type": "lark", "lark": lark})
 
@@ -135,20 +139,25 @@ def _encoded_in_parts(model: LoadedModel, cut: str, is_plain: bool, text: str) -
     first, *others = text.split(cut) if cut else [text]
     ids = list(model.codec.encode(first) if is_plain else model.tokenizer.encode_rendered(first))
     for part in others:
-        ids += model.tokenizer.encode_rendered(part)
+        ids += model.tokenizer.encode_rendered(part, is_within=True)
     return ids
 
 
 class ChatRequest:
-    """A request for the answer to a conversation."""
+    """A request for the answer to a conversation.
 
+    Attributes:
+        streams_calls: whether a stream of its API has arguments of calls in pieces.
+    """
+
+    streams_calls = True
     fields: CommonFields
     conversation: Conversation
     n_texts = 1
 
     async def opened(self, model: LoadedModel) -> Opened:
         """Raises ApiError: the template refuses it, or the model cannot continue it."""
-        return await self.conversation.opened(model, self.fields)
+        return await self.conversation.opened(model, self.fields, self.streams_calls and self.fields.is_streamed)
 
 
 def _with_instructions(messages: list[dict[str, Any]], instructions: str) -> list[dict[str, Any]]:
@@ -198,6 +207,7 @@ SEEN = (
     "input_file",
     "document",
 )
+LANGUAGE_ALONE = "of a model that sees or hears as well, it computes the language part alone"
 
 
 def text_of(where: str, given: Any, kinds: Mapping[str, str], between: str = "") -> str:
@@ -218,10 +228,8 @@ def text_of(where: str, given: Any, kinds: Mapping[str, str], between: str = "")
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(kinds[kind]) if isinstance(kind, str) and kind in kinds else None
         if not isinstance(text, str):
-            why = "; of a model that sees or hears as well, it computes the language part alone"
-            raise invalid(
-                where, f"this server reads parts of type {' and '.join(kinds)} only{why if kind in SEEN else ''}"
-            )
+            why = f"; {LANGUAGE_ALONE}" if kind in SEEN else ""
+            raise invalid(where, f"this server reads parts of type {' and '.join(kinds)} only{why}")
         parts.append(checked_text(where, text))
     return between.join(parts)
 

@@ -328,7 +328,7 @@ class Endpoint:
             n_texts = min(n_texts, _most_together(key))
         with api.quotas.begun(owner, n_texts):
             if (grammar := fields.grammar) is not None:
-                await api.schemas.check(grammar["schema"], owner, priority)
+                await api.schemas.check(grammar["schema"], owner, priority, grammar["param"])
             async with (
                 api.models.using(fields.model) as model,
                 api.queue(model.name).entered(owner, priority, n_texts),

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.cancel import Cancel, CancelledError
+from mdi.checkpoint.adapters import AdapterName
 from mdi.checkpoint.pooling import pooling_of
 from mdi.engine.cohort import Beams
 from mdi.engine.scheduler import PromptPace
@@ -75,7 +76,7 @@ class Outlet:
         sampling = wanted["sampling"]
         values = {**sampling, "logit_bias": tuple((int(t), float(b)) for t, b in sampling["logit_bias"])}
         ends = () if wanted.get("ignores_end") else (*self._codec.eos_ids, *wanted.get("ends", ()))
-        params = SamplingParams(**values, eos_ids=frozenset(ends))
+        params = SamplingParams(**values, eos_ids=frozenset(ends), suppressed=self._codec.suppressed)
         again: Callable[[Sequence[int]], Request] | None = None
         with self._lock:  # its first event must not come before its number is known
             if (beams := wanted.get("beams")) is not None:
@@ -324,6 +325,42 @@ class ModelHost:
             self._refuse_wanted()
         done.result()
 
+    def adapt(self, name: str, folder: str | None) -> dict[str, Any]:
+        """Have a further adapter of the first model, from a folder, or one less; returns when all nodes agree.
+
+        Returns:
+            its adapters, as the API process is told of them.
+
+        Raises:
+            MdiError: it cannot be; then all goes on as it was.
+        """
+        first = self._catalog.first_name
+        with self._turns[first]:
+            run = self._loaded_as(first).run
+            if any("=" not in one for one in self._options.adapter):
+                raise UsageError("this server has an adapter for all texts (--adapter DIR), which stands alone")
+            flags = self._named_flags()
+            if folder is None:
+                run.unload_adapter(name)
+                del flags[name]
+            else:
+                named = AdapterName.of(f"{name}={folder}")
+                if name in self._catalog.names():
+                    raise UsageError(f"there is a model {name}, or an adapter, already")
+                try:
+                    run.load_adapter(named)
+                except CheckpointError as e:  # of the folder that the operator names
+                    raise UsageError(str(e), code=e.code) from None
+                flags[name] = folder
+            self._options = replace(self._options, adapter=tuple(f"{one}={at}" for one, at in flags.items()))
+            self._catalog.adapters = run.adapters
+            logger.info("adapter %s: %s on all nodes", name, "unloaded" if folder is None else "loaded")
+            return _adapters_of(run)
+
+    def _named_flags(self) -> dict[str, str]:
+        """Folders of adapters by their names."""
+        return {name: at for name, _, at in (one.partition("=") for one in self._options.adapter)}
+
     def leave(self) -> None:
         """Let `run` return. What is being loaded is given up."""
         self._cancel.cancel(EngineError("the server is ending"))
@@ -520,8 +557,7 @@ class ModelHost:
         directory, n_vocabulary = run.model.directory, run.model.spec.n_rows
         outlet = Outlet(name, run.engine, run.model.codec, self._lines)
         self.loaded[name] = Loaded(name, run, outlet, directory, n_vocabulary)
-        n_virtual = {one.name: one.n_virtual for one in run.model.weights.adapters}
-        facts = {"name": name, "context": run.max_length, "n_vocabulary": n_vocabulary, "n_virtual": n_virtual}
+        facts = {"name": name, "context": run.max_length, "n_vocabulary": n_vocabulary, **_adapters_of(run)}
         facts["weights"] = shown(run.model.format)
         facts |= {"width": run.model.spec.width, **self._pooling_facts(directory)}
         tokenizer = {**run.model.codec.facts(), "directory": str(directory.absolute())}
@@ -551,6 +587,11 @@ class ModelHost:
     def _report(self, state: str, model: str, text: str, done: float = 0.0) -> None:
         status = {"state": state, "model": model, "text": text, "done": done, "load": self._n_loads}
         self._lines.send({"is": "status", "status": status})
+
+
+def _adapters_of(run: Run) -> dict[str, Any]:
+    """Names of all, and what each takes of the context, if it takes any."""
+    return {"adapters": [*run.adapters], "n_virtual": {one.name: one.n_virtual for one in run.model.weights.adapters}}
 
 
 class _Records(QueueHandler):

@@ -14,7 +14,9 @@ from msgspec import Meta
 
 from mdi.serve.api_errors import TYPES, ApiError, invalid, tell_ignored
 from mdi.serve.conversation import (
+    LANGUAGE_ALONE,
     MOST_MESSAGES,
+    SEEN,
     ChatRequest,
     Conversation,
     Turn,
@@ -29,14 +31,15 @@ from mdi.serve.endpoint import Answers, Exchange, Surface
 from mdi.serve.one_text import Growing, Said, Sent, surface
 from mdi.serve.openai import PACE
 from mdi.serve.request import LONGEST_STOP, MOST_STOPS, Limit, TextFields, grammar_of, one_text, read_fields
-from mdi.serve.tools import functions_of, parse_tools
+from mdi.serve.tools import flat_place, functions_of, parse_tools
 from mdi.text.answers.calls import parsed_arguments
-from mdi.text.answers.events import Call, Reasoning
+from mdi.text.answers.events import Call, CallBegun, Reasoning
 
 ROLES = ("user", "assistant", "system")
 TEXTS = {"text": "text"}
 OF_USERS = ("image", "document", "search_result", "container_upload")  # blocks that say what cannot be left out
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # types of a tool_choice as chats have them
+OWN_TOOLS = (None, "custom"), "input_schema"  # types of tools that are functions, and the field with the schema
 BILLING = "x-anthropic-billing-header:"  # begins a block that is another one in each request: no prefix would be kept
 OWN_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
@@ -69,8 +72,8 @@ class MessageRequest(ChatRequest):
         fields = read_fields(MessageFields, body)
         if fields.max_tokens is None and not is_counted:
             raise invalid("max_tokens", "the field is required")
-        functions = functions_of("/v1/messages", fields.tools, (None, "custom"), "input_schema")
-        tools = parse_tools(functions, _choice(fields.tool_choice))
+        functions = functions_of("/v1/messages", fields.tools, *OWN_TOOLS)
+        tools = parse_tools(functions, _choice(fields.tool_choice), flat_place(fields.tools, *OWN_TOOLS))
         form = fields.output_config.format or {}
         grammar = tools.grammar or grammar_of("output_config.format", form, form.get("schema"))
         self.fields = replace(one_text(fields, fields.max_tokens, fields.stop_sequences), grammar=grammar)
@@ -131,7 +134,8 @@ def _turns(given: Any) -> list[Turn]:
                 result = text_of(where, block.get("content"), TEXTS, "\n\n")
                 turns.append(Turn("tool", result, others={"tool_call_id": word_of(where, block, "tool_use_id")}))
             elif not isinstance(kind, str) or kind in OF_USERS or kind in ("thinking", "tool_use", "tool_result"):
-                raise invalid(where, f"this server reads no {str(kind)[:40]} in a message of the {role}")
+                why = f": {LANGUAGE_ALONE}" if kind in SEEN else ""
+                raise invalid(where, f"this server reads no {str(kind)[:40]} in a message of the {role}{why}")
             else:
                 others.add(kind)
         if role == "assistant":
@@ -166,6 +170,7 @@ class _Message(Growing):
         named = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
         self._fixed = {**named, "model": answers.model.asked_name}
         self._blocks: list[dict[str, Any]] = []
+        self._call: dict[str, Any] = {}  # that is under way
 
     def begin(self) -> Iterator[Sent]:
         yield {"type": "message_start", "message": {**self.whole(), "stop_reason": None}}
@@ -188,13 +193,22 @@ class _Message(Growing):
             yield self._sent("delta", delta={"type": "signature_delta", "signature": block["signature"]})
         yield self._stopped(block)
 
+    def calling(self, call: CallBegun) -> Iterator[Sent]:
+        self._call = {"type": "tool_use", "id": call.id or new_call_id(), "name": call.name, "input": {}}
+        yield self._sent("start", content_block=self._call)
+
+    def arguing(self, piece: str) -> Iterator[Sent]:
+        yield self._sent("delta", delta={"type": "input_json_delta", "partial_json": piece})
+
     def called(self, call: Call) -> Iterator[Sent]:
+        yield self._stopped({**self._call, "input": self._input(call)})
+
+    def arguments_of(self, call: Call) -> str:
+        return json.dumps(self._input(call))
+
+    def _input(self, call: Call) -> dict[str, Any]:
         found = parsed_arguments(call.arguments)
-        given = found if isinstance(found, dict) else {"arguments": found}  # the client will say what is wrong
-        block = {"type": "tool_use", "id": call.id or new_call_id(), "name": call.name, "input": given}
-        yield self._sent("start", content_block={**block, "input": {}})
-        yield self._sent("delta", delta={"type": "input_json_delta", "partial_json": json.dumps(given)})
-        yield self._stopped(block)
+        return found if isinstance(found, dict) else {"arguments": found}  # the client will say what is wrong
 
     def end(self) -> Iterator[Sent]:
         yield {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}

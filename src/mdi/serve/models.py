@@ -27,6 +27,7 @@ from mdi.text.tokenizer import FileTokenizer, panics_as_errors
 LOAD_WAIT_S = 60.0  # how long a request waits for its model, before it gets 503
 LONGEST_LOAD_S = 24 * 3600.0  # weights may have to be sent to every node
 RETRY_S = "2"
+MOST_NAMED = 8  # models in an error
 SHORTENED = 4  # a tokenizer may first make a text shorter: put accents on their letters, drop blanks
 
 
@@ -72,11 +73,9 @@ class LoadedModel:
         tokenizer = ServedTokenizer(facts["tokenizer"])
         codec = TextCodec(tokenizer, facts["tokenizer"]["eos_ids"], drawing=facts["tokenizer"]["drawing"])
         template = read_template(Path(facts["tokenizer"]["directory"]))
-        if tokenizer.backend == "huggingface":  # chats are quoted for all marks that the template writes
-            source = f"{template.source}{template.for_chat(True).source}"
-            added = (one.content for one in tokenizer.processor.get_added_tokens_decoder().values())
-            marks = (name for name in added if name in source and name.strip() and not name.isalnum())
-            codec.quotes = Quotes({*codec.special_ids, *marks})
+        source = f"{template.source}{template.for_chat(True).source}"  # chats are quoted for all marks that it writes
+        marks = (name for name in tokenizer.own_tokens() if name in source and name.strip() and not name.isalnum())
+        codec.quotes = Quotes({*codec.special_ids, *marks})
         context = facts["context"]
         most = SHORTENED * context * tokenizer.longest_token
         return cls(
@@ -118,6 +117,7 @@ class Models:
         self._read: dict[str, tuple[dict[str, Any], LoadedModel]] = {}
         self._uses: dict[str, _Use] = {}
         self._loader: asyncio.Task[None] | None = None
+        self._adapting = asyncio.Lock()
         self._unloading: set[asyncio.Task[None]] = set()
         self.loading = ""
         self.leaving: set[str] = set()  # no new request may use them
@@ -158,16 +158,49 @@ class Models:
             if time.monotonic() > deadline:
                 raise self.progress_error(name)
             await self._wait(1.0)
-        use = self._use(name)
-        use.n += 1
-        use.last_s = time.monotonic()
-        try:
-            yield loaded.with_adapter(asked) if asked in self._catalog.adapters else loaded
-        finally:
-            use.n -= 1
+        is_adapter = asked in self._catalog.adapters
+        uses = [self._use(one) for one in {name, asked if is_adapter else name}]
+        for use in uses:
+            use.n += 1
             use.last_s = time.monotonic()
-            if not use.n:
+        try:
+            yield loaded.with_adapter(asked) if is_adapter else loaded
+        finally:
+            for use in uses:
+                use.n -= 1
+                use.last_s = time.monotonic()
+            if not all(use.n for use in uses):
                 await self._engine.notify()
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Have a further adapter of the first model, on all its nodes. Raises ApiError."""
+        self._check("")
+        await self._adapt(name, folder)
+
+    async def unload_adapter(self, name: str) -> None:
+        """No new request gets it; it is unloaded when those under way are done. Raises ApiError."""
+        self._check("")
+        if name not in self._catalog.adapters:
+            raise ApiError(404, f"there is no adapter {name[:100]!r}", "model_not_found", "adapter")
+        before = self._catalog.adapters
+        self._catalog.adapters = tuple(one for one in before if one != name)
+        try:
+            while self._use(name).n and not self._engine.is_gone:
+                await self._wait(1.0)
+            await self._adapt(name, None)
+        except BaseException:
+            self._catalog.adapters = (*self._catalog.adapters, name)
+            raise
+
+    async def _adapt(self, name: str, folder: str | None) -> None:
+        if self._adapting.locked():
+            raise ApiError(409, "another adapter is being loaded or unloaded: wait until that is done", "busy")
+        async with self._adapting:
+            told = await self._engine.ask("adapt", {"adapter": name, "folder": folder}, LONGEST_LOAD_S)
+        self._catalog.adapters = tuple(told["adapters"])
+        n_virtual = self._engine.state.models[self._catalog.first_name]["n_virtual"]
+        n_virtual.clear()
+        n_virtual.update(told["n_virtual"])  # which the model that was read from it has, too
 
     def load(self, name: str) -> None:
         """Begin to load a model, beside the others or in the place of some. Raises ApiError."""
@@ -222,7 +255,12 @@ class Models:
     def _check(self, name: str) -> None:
         self._refuse()
         if name and name not in self._catalog.names():
-            raise ApiError(404, f"there is no model {name[:100]!r}: /v1/models lists them", "model_not_found", "model")
+            raise ApiError(
+                404,
+                f"there is no model {name[:100]!r}; there are {', '.join(self._catalog.names()[:MOST_NAMED])}",
+                "model_not_found",
+                "model",
+            )
         if not self._engine.state.models:  # the first one is still being loaded
             raise self.progress_error()
 

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from mdi.serve.api_errors import ApiError, checked_text, invalid
 from mdi.serve.conversation import (
+    LANGUAGE_ALONE,
     MOST_MESSAGES,
     ChatRequest,
     Conversation,
@@ -47,6 +48,7 @@ from mdi.text.answers.stream import AnswerStream
 
 LATEST = ":latest"
 ROLES = ("system", "user", "assistant", "tool")
+_NO_IMAGES = f"this server reads no images: {LANGUAGE_ALONE}"
 
 
 class Options(SamplingFields, kw_only=True):
@@ -80,6 +82,7 @@ class _Asked(ChatRequest):
     """A request, read from its body. One that says nothing, in the field PARAM, has the model loaded."""
 
     PARAM = "messages"
+    streams_calls = False  # arguments are objects
 
     def _read(self, kind: type[Any], body: Any) -> Any:
         """The fields, after those have been set that all requests have."""
@@ -132,7 +135,9 @@ class Generation(_Asked):
 
     def __init__(self, body: Any) -> None:
         fields = self._read(GenerateFields, body)
-        for name in filter(body.get, ("suffix", "template", "context", "images", *(["system"] if fields.raw else []))):
+        if body.get("images"):
+            raise invalid("images", _NO_IMAGES)
+        for name in filter(body.get, ("suffix", "template", "context", *(["system"] if fields.raw else []))):
             raise invalid(name, "it is not supported" + (" with raw" if name == "system" else ""))
         self._prompt, system = checked_text("prompt", fields.prompt), checked_text("system", fields.system)
         self._is_raw = fields.raw
@@ -163,9 +168,7 @@ def _turns(given: Any) -> list[Turn]:
         if role not in ROLES:
             raise invalid(where, f"expected an object with one of the roles {', '.join(ROLES)}")
         if message.get("images"):
-            raise invalid(
-                where, "this server reads no images: of a model that sees, it computes the language part alone"
-            )
+            raise invalid(where, _NO_IMAGES)
         calls, others, said = message.get("tool_calls") or [], dict[str, Any](), message.get("content")
         if not isinstance(calls, list):
             raise invalid(where, "tool_calls must be a list")

@@ -9,7 +9,7 @@ from typing import Any
 
 from mdi.serve.api_errors import ApiError
 from mdi.serve.endpoint import EVENTS, Answers, Asked, Exchange, Surface
-from mdi.text.answers.events import Call, End, Event, Reasoning, Text
+from mdi.text.answers.events import Call, CallBegun, CallPiece, End, Event, Reasoning, Text
 
 Said = type[Text] | type[Reasoning]
 Sent = dict[str, Any]  # an event of the API
@@ -27,6 +27,7 @@ class Growing(ABC):
         self.ending: End | None = None
         self._kind: Said | None = None  # of the block that is open
         self._pieces: list[str] = []
+        self._is_calling = False  # a call comes in pieces
 
     def begin(self) -> Iterator[Sent]:
         """First events, before any token."""
@@ -48,9 +49,21 @@ class Growing(ABC):
         """The block is complete."""
         return iter(())
 
+    def calling(self, call: CallBegun) -> Iterator[Sent]:
+        """A block begins that is a call."""
+        return iter(())
+
+    def arguing(self, piece: str) -> Iterator[Sent]:
+        """A piece of its arguments."""
+        return iter(())
+
     @abstractmethod
     def called(self, call: Call) -> Iterator[Sent]:
-        """A block that is a call."""
+        """It is complete."""
+
+    def arguments_of(self, call: Call) -> str:
+        """What is told of a call that comes as a whole."""
+        return call.arguments
 
     @abstractmethod
     def end(self) -> Iterator[Sent]:
@@ -79,7 +92,16 @@ class Growing(ABC):
             if isinstance(event, Text | Reasoning):
                 self._pieces.append(event.text)
                 yield self.more(type(event), event.text)
+            elif isinstance(event, CallBegun):
+                self._is_calling = True
+                yield from self.calling(event)
+            elif isinstance(event, CallPiece):
+                yield from self.arguing(event.text)
             elif isinstance(event, Call):
+                if not self._is_calling:
+                    yield from self.calling(CallBegun(event.name, event.id))
+                    yield from self.arguing(self.arguments_of(event))
+                self._is_calling = False
                 yield from self.called(event)
 
 

@@ -1,4 +1,4 @@
-"""Operators' paths: models are listed, loaded, unloaded and pulled, and a machine is invited to the ring.
+"""Operators' paths: models are pulled, and loaded and unloaded, as adapters are, and a machine is invited.
 
 An operator has a key of that role, or asks from this machine where there are no keys.
 """
@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import re
 import sys
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,13 +169,20 @@ class Operator:
         else:
             raise invalid("do", "expected load, unload, pull or stop")
 
+    async def finished(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it to its end, also if the client goes away. Raises ApiError."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
+
     def close(self) -> None:
         for pull in self.pulls.values():
             pull.stop()
 
 
 def routes(api: ApiState, operator: Operator) -> list[Route]:
-    """`/api/models` and `/api/machines`."""
+    """`/api/adapters`, `/api/models` and `/api/machines`."""
 
     async def models(request: Request) -> Response:
         check_operator(request)
@@ -196,7 +204,26 @@ def routes(api: ApiState, operator: Operator) -> list[Route]:
             )  # fmt: skip
         return JSONResponse(await api.engine.ask(what, args), headers=_HEADERS)
 
+    async def adapters(request: Request) -> Response:
+        """GET their names; POST {"do": "load", "adapter": NAME, "folder": DIR} or {"do": "unload", "adapter": NAME}."""
+        check_operator(request)
+        if request.method == "POST":
+            body = await body_of(request)
+            what, name, folder = body.get("do"), body.get("adapter"), body.get("folder")
+            if not isinstance(name, str) or not name:
+                raise invalid("adapter", "expected the name of an adapter")
+            if what == "load":
+                if not isinstance(folder, str) or not Path(folder).is_absolute():
+                    raise invalid("folder", "expected the whole path of a folder on the server's machine")
+                await operator.finished(api.models.load_adapter(name, folder))
+            elif what == "unload":
+                await operator.finished(api.models.unload_adapter(name))
+            else:
+                raise invalid("do", "expected load or unload")
+        return JSONResponse({"adapters": [*api.catalog.adapters]}, headers=_HEADERS)
+
     return [
+        Route("/api/adapters", adapters, methods=["GET", "POST"]),
         Route("/api/models", models, methods=["GET", "POST"]),
         Route("/api/machines", machines, methods=["GET", "POST", "DELETE"]),
     ]

@@ -145,7 +145,7 @@ class CommonFields:
     Attributes:
         n_tokens: None as many as the context holds.
         n_logprobs: top tokens whose probability is wanted; None if none are.
-        grammar: {"type": "schema", "schema": ...}; None is any text.
+        grammar: {"type": "schema", "schema": ..., "param": the field that it is of}; None is any text.
         deadline_s: the whole request must be done by then; None any time.
         beams: how the best texts are searched, the fields of `mdi.engine.cohort.Beams`; None: tokens are drawn.
         is_guessed: whether the next tokens may be guessed; prediction: a text that the answer probably repeats in parts.
@@ -288,11 +288,11 @@ def grammar_of(param: str, form: Mapping[str, Any], schema: Any) -> dict[str, An
     if wanted == "text":
         return None
     if wanted == "json_object":
-        return {"type": "schema", "schema": {"type": "object"}}
+        return {"type": "schema", "schema": {"type": "object"}, "param": param}
     if wanted == "json_schema":
         if not isinstance(schema, dict):
             raise invalid(param, "json_schema needs an object `schema`")
-        return {"type": "schema", "schema": schema}
+        return {"type": "schema", "schema": schema, "param": param}
     raise invalid(param, f"expected type text, json_object or json_schema, got {_shown(wanted)}")
 
 

@@ -29,12 +29,14 @@ from mdi.serve.endpoint import Answers
 from mdi.serve.one_text import Growing, Said, Sent, surface
 from mdi.serve.openai import PACE
 from mdi.serve.request import Limit, TextFields, grammar_of, one_text, read_fields
-from mdi.serve.tools import functions_of, parse_tools
-from mdi.text.answers.events import Call, Reasoning, Text
+from mdi.serve.tools import flat_place, functions_of, parse_tools
+from mdi.text.answers.calls import parsed_arguments
+from mdi.text.answers.events import Call, CallBegun, Reasoning, Text
 
 ROLES = ("system", "developer", "user", "assistant")
 PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
 KEPT = ("previous_response_id", "conversation", "prompt", "background")  # fields that need what a server has kept
+OWN_TOOLS = ("function",), "parameters"  # types of tools that are functions, and the field with the schema
 SEALED = "reasoning.encrypted_content"  # what `include` may ask for
 NO_LOGPROBS: dict[Said, dict[str, Any]] = {Text: {"logprobs": []}, Reasoning: {}}
 
@@ -76,7 +78,8 @@ class ResponseRequest(ChatRequest):
         for name in KEPT:
             if getattr(fields, name):
                 raise invalid(name, "this server keeps no responses: send the whole conversation as input")
-        tools = parse_tools(_functions(fields.tools), _choice(fields.tool_choice))
+        place = flat_place(fields.tools, *OWN_TOOLS)
+        tools = parse_tools(_functions(fields.tools), _choice(fields.tool_choice), place)
         form = fields.text.format or {}
         grammar = tools.grammar or grammar_of("text.format", form, form.get("schema"))
         self.fields = replace(one_text(fields, fields.max_output_tokens), grammar=grammar)
@@ -85,7 +88,7 @@ class ResponseRequest(ChatRequest):
 
 
 def _functions(given: Any) -> Any:
-    return functions_of("/v1/responses", given, ("function",), "parameters")
+    return functions_of("/v1/responses", given, *OWN_TOOLS)
 
 
 def _choice(given: Any) -> Any:
@@ -183,12 +186,19 @@ class _Response(Growing):
         is_cut = self.ending is not None and self.ending.reason == "length"
         yield self._done({**self._open, "status": "incomplete" if is_cut else "completed", "content": [part], **seal})
 
-    def called(self, call: Call) -> Iterator[Sent]:
+    def calling(self, call: CallBegun) -> Iterator[Sent]:
         self._open = {"id": _id("fc"), "type": "function_call", "call_id": call.id or new_call_id(), "name": call.name}
         yield self._added({**self._open, "status": "in_progress", "arguments": ""})
-        yield self._of_open("function_call_arguments.delta", delta=call.arguments)
+
+    def arguing(self, piece: str) -> Iterator[Sent]:
+        yield self._of_open("function_call_arguments.delta", delta=piece)
+
+    def called(self, call: Call) -> Iterator[Sent]:
         yield self._of_open("function_call_arguments.done", name=call.name, arguments=call.arguments)
-        yield self._done({**self._open, "status": "completed", "arguments": call.arguments})
+        is_whole = isinstance(parsed_arguments(call.arguments), dict)
+        yield self._done(
+            {**self._open, "status": "completed" if is_whole else "incomplete", "arguments": call.arguments}
+        )
 
     def end(self) -> Iterator[Sent]:
         whole = self.whole()

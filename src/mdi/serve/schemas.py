@@ -24,33 +24,34 @@ class SchemaChecks:
         self._turns = turns
         self._idle: list[LimitedProcess] = []
 
-    async def check(self, schema: Any, owner: str, priority: int) -> None:
+    async def check(self, schema: Any, owner: str, priority: int, param: str | None = None) -> None:
         """Raises ApiError.
 
         Args:
             schema: of JSON; a text is a grammar of llguidance's own.
+            param: the field of the request that has it.
         """
         kind, written = ("lark", schema) if isinstance(schema, str) else ("schema", json.dumps(schema))
         if len(written) > SCHEMA_LIMIT:
-            raise _refused(f"has more than {SCHEMA_LIMIT} characters")
+            raise _refused(param, f"has more than {SCHEMA_LIMIT} characters")
         async with self._turns.entered(owner, priority, 1):
             process = self._idle.pop() if self._idle else await LimitedProcess.start()
             try:
                 answer = await process.ask({kind: written})
             except LimitedError:
                 process.kill()
-                raise _refused("is too large: it takes too long to compile, or too much memory") from None
+                raise _refused(param, "is too large: it takes too long to compile, or too much memory") from None
             except BaseException:
                 process.kill()
                 raise
             self._idle.append(process)
         if "error" in answer:
-            raise _refused(f"cannot be used: {answer['error']}")
+            raise _refused(param, f"cannot be used: {answer['error']}")
 
     def close(self) -> None:
         while self._idle:
             self._idle.pop().kill()
 
 
-def _refused(why: str) -> ApiError:
-    return ApiError(400, f"the JSON schema {why}", "invalid_request")
+def _refused(param: str | None, why: str) -> ApiError:
+    return ApiError(400, f"{'' if param is None else f'{param}: '}the JSON schema {why}", "invalid_request", param)

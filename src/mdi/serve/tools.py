@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mdi.serve.api_errors import invalid, tell_ignored
@@ -23,6 +23,14 @@ You can call these functions:
 To call one, answer with nothing but a JSON object: {{"name": <name>, "arguments": <object>}}"""
 
 
+Place = Callable[[int, str], str]  # how a request names a field of the function with this number
+
+
+def _in_functions(number: int, name: str) -> str:
+    """As OpenAI's chats have it."""
+    return f"tools[{number}].function.{name}"
+
+
 @dataclass(frozen=True)
 class ToolUse:
     """Tools that a chat may call.
@@ -30,10 +38,12 @@ class ToolUse:
     Attributes:
         tools: as the request has them; () are none.
         forced: names of which one must be called; () leaves that to the model.
+        place: see Place.
     """
 
     tools: tuple[dict[str, Any], ...] = ()
     forced: tuple[str, ...] = ()
+    place: Place = field(default=_in_functions, compare=False)
 
     @property
     def demanded(self) -> list[tuple[str, dict[str, Any]]]:
@@ -55,7 +65,9 @@ class ToolUse:
             calls.append(
                 {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
             )
-        return {"type": "schema", "schema": calls[0] if len(calls) == 1 else {"anyOf": calls}}
+        names = [tool["function"]["name"] for tool in self.tools]
+        param = self.place(names.index(self.forced[0]), "parameters") if len(calls) == 1 else "tools"
+        return {"type": "schema", "schema": calls[0] if len(calls) == 1 else {"anyOf": calls}, "param": param}
 
     @property
     def instructions(self) -> str:
@@ -64,8 +76,8 @@ class ToolUse:
         )
 
 
-def parse_tools(given: Any, choice: Any) -> ToolUse:
-    """The fields `tools` and `tool_choice`. Raises ApiError."""
+def parse_tools(given: Any, choice: Any, place: Place = _in_functions) -> ToolUse:
+    """The fields `tools` and `tool_choice`. Raises ApiError, with the name of the field that is wrong."""
     if given is None:
         given = []
     if not isinstance(given, list) or len(given) > MOST_TOOLS:
@@ -73,15 +85,17 @@ def parse_tools(given: Any, choice: Any) -> ToolUse:
     if len(json.dumps(given)) > LONGEST_TOOLS:
         raise invalid("tools", f"they have more than {LONGEST_TOOLS} characters")
     names = []
-    for tool in given:
+    for number, tool in enumerate(given):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type", "function") != "function":
-            raise invalid("tools", 'expected objects {"type": "function", "function": {...}}')
+            raise invalid(f"tools[{number}]", 'expected an object {"type": "function", "function": {...}}')
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise invalid("tools", "a function's name has 1 to 64 letters, digits, dots, dashes and underscores")
+            raise invalid(place(number, "name"), "expected 1 to 64 letters, digits, dots, dashes and underscores")
         if parameters is not None and not isinstance(parameters, dict):
-            raise invalid("tools", f"the parameters of {name} are no JSON schema")
+            raise invalid(place(number, "parameters"), f"expected a JSON schema, which is an object, for {name}")
+        if not isinstance(function.get("description") or "", str):
+            raise invalid(place(number, "description"), "expected a text")
         names.append(name)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         return _allowed_tools(given, names, choice.get("allowed_tools"))
@@ -90,11 +104,11 @@ def parse_tools(given: Any, choice: Any) -> ToolUse:
     if choice == "none":
         return ToolUse()
     if choice == "required" and names:
-        return ToolUse(tuple(given), tuple(names))
+        return ToolUse(tuple(given), tuple(names), place)
     function = choice.get("function") if isinstance(choice, dict) else None
     wanted = function.get("name") if isinstance(function, dict) else None
     if wanted in names:
-        return ToolUse(tuple(given), (str(wanted),))
+        return ToolUse(tuple(given), (str(wanted),), place)
     raise invalid("tool_choice", "expected none, auto, required, or one of the tools")
 
 
@@ -118,6 +132,12 @@ def functions_of(path: str, given: Any, kinds: Sequence[str | None], parameters:
         for tool in given
         if tool.get("type") in kinds
     ]
+
+
+def flat_place(given: Any, kinds: Sequence[str | None], parameters: str) -> Place:
+    """Where the fields of such functions stand in the request; see `functions_of`."""
+    numbers = [i for i, tool in enumerate(given or ()) if isinstance(tool, dict) and tool.get("type") in kinds]
+    return lambda number, name: f"tools[{numbers[number]}].{parameters if name == 'parameters' else name}"
 
 
 def _allowed_tools(tools: list[dict[str, Any]], names: list[str], allowed: Any) -> ToolUse:

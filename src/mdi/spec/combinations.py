@@ -25,6 +25,7 @@ GUESSES = "a small model that guesses (--draft DIR)"
 STAGES = "a ring of groups"
 OWN_RING = "a ring of processes (--nodes N)"
 CHUNKS = "chunks"
+COMPARED = "a model that is compared (--model)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +116,10 @@ RULES = (
     Rule(
         "--machines", ("--nodes", "--nodes-config"),
         "{what} says which nodes there are, and so does {found}: give one of them",
+    ),
+    Rule(
+        COMPARED, ("--ckpt", "--layers", "--nodes-config", "--key", "--insecure", "--addr", "--deadline"),
+        "{what} is computed by this machine alone: leave {found} out",
     ),
     Rule(OWN_RING, ("--nodes-config",), "{what} is one of its own, and {found} describes another: give one of them"),
     Rule("--profiles", ("--nodes-config",), "{what} and {found} both say which nodes there are: give one of them"),

@@ -28,6 +28,7 @@ N_THREADS_LIMIT = 4096
 N_FRAMES_LIMIT = 4096
 SILENCE_LIMITS_S = (0.5, 600.0)
 MODES = ("ring", "tensor", "auto")
+AIMS = ("tokens", "clients")
 PLACEMENTS = ("throughput", "latency", "even")
 POOLINGS = ("mean", "last")
 DEFAULT_PLACEMENT = "throughput"
@@ -102,6 +103,17 @@ def _shares(text: str, flag: str) -> tuple[float, ...]:
     if not parts or not all(0 <= part < float("inf") for part in parts) or not sum(parts):
         raise UsageError(f"{flag} {text}: expected a number for each node, like 3,2,2")
     return parts
+
+
+def _per_client(text: str, flag: str) -> tuple[int, float]:
+    length, _, tokens_s = text.partition(":")
+    try:
+        found = int(length), float(tokens_s)
+    except ValueError:
+        found = 0, 0.0
+    if not (1 <= found[0] <= 1 << 30 and 0 < found[1] < float("inf")):
+        raise UsageError(f"{flag} {text}: expected the tokens of a text and its tokens/s, like 4096:2")
+    return found
 
 
 def _names(text: str, flag: str) -> tuple[str, ...]:
@@ -208,7 +220,7 @@ class ParallelOptions:
 SIDE_FILE = "side.safetensors"  # in the folder of a side network
 
 
-def _is_side(adapter: str) -> bool:
+def is_side(adapter: str) -> bool:
     """Whether NAME=DIR has a side network, and no adapter in PEFT's form."""
     folder = Path(adapter.partition("=")[2]).expanduser()
     return (folder / SIDE_FILE).is_file() and not (folder / "adapter_config.json").is_file()
@@ -323,13 +335,13 @@ class StarterOptions(Requested):
     @property
     def in_peft_form(self) -> tuple[str, ...]:
         """Adapters in PEFT's form."""
-        return tuple(one for one in self.named_adapters if not _is_side(one))
+        return tuple(one for one in self.named_adapters if not is_side(one))
 
     @property
     def sides(self) -> dict[str, Path]:
         """Folders of side networks by their names; "": of all texts. Raises UsageError if that one is not alone."""
         if len(self.named_adapters) == len(self.adapter):
-            named = (one.partition("=") for one in self.named_adapters if _is_side(one))
+            named = (one.partition("=") for one in self.named_adapters if is_side(one))
             return {name: Path(folder).expanduser() for name, _, folder in named}
         if len(self.adapter) > 1:
             given = " and ".join(self.adapter)
@@ -731,6 +743,17 @@ class Options(StarterOptions):
         "the profiles were measured with)", metavar="NAME",
     )] = None
 
+    prompt_tokens: Annotated[Length | None, Option(
+        "tokens of a prompt whose time to the first token is predicted (default: 512, or what the sequence length leaves)",
+        metavar="P",
+    )] = None
+    aim: Annotated[Annotated[str, one_of(AIMS)], Option(
+        "tokens: the speed of --n-samples texts; clients: the most texts that --per-client allows (%(default)s)", choices=AIMS
+    )] = "tokens"
+    per_client: Annotated[tuple[int, float] | None, Option(
+        "with --aim clients: tokens of each text, and tokens/s that it gets at least, such as 4096:2", metavar="L:X",
+        read=_per_client,
+    )] = None
     draft_rate: Annotated[Annotated[float, Meta(ge=0, lt=1)] | None, Option(
         "also predict the speed of one text with --draft, if this part of its guesses is right", metavar="P"
     )] = None
@@ -743,6 +766,10 @@ class Options(StarterOptions):
     drop: Annotated[bool, Option("remove all keys but the one that signs")] = False
     listen: Annotated[str | None, Option(
         "address for --invite (default: this machine's, port 8088)", metavar="ADDR[:PORT]"
+    )] = None
+    compared: Annotated[str | None, Option(
+        "compute a few texts with this GGUF file here, and with llama.cpp (llama-cpp-python), and print what differs",
+        ("--model",), metavar="FILE",
     )] = None
     deadline: Annotated[Annotated[float, Meta(ge=0.1, le=600)], Option(
         "time limit of each connection and each answer (%(default)s)", metavar="SECONDS"

@@ -23,7 +23,7 @@ from mdi.kernels.layout import Matrix, PackedRows, floats
 from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.positions import table_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
-from mdi.model.caches import PageClass, cache_classes
+from mdi.model.caches import PageClass, StateClass, cache_classes
 from mdi.model.spec import ModelSpec, Norm
 from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, FINAL_NORM, INPUT_TABLE, INPUTS, POSITIONS
 from mdi.spec.extent import Extent
@@ -400,7 +400,7 @@ class KernelStage:
         """
         limit = min((limit for limit in (cache_limit, self.cache_limit) if limit is not None), default=None)
         self.max_length = max_length
-        self._blocks.prepare(max_length, [capacity_of(c, max_length, limit) for c in self._blocks.classes])
+        self._blocks.prepare(max_length, [capacity_of(c, max_length, limit) for c in self._blocks.classes], limit)
 
     @property
     def n_finished(self) -> int:
@@ -412,8 +412,8 @@ class KernelStage:
         return self._blocks.caches
 
     @property
-    def cache_classes(self) -> list[PageClass]:
-        return self._blocks.classes
+    def cache_classes(self) -> list[PageClass | StateClass]:
+        return self._blocks.caches.classes
 
     def __call__(self, x: np.ndarray, slices: Slices, taps: Sequence[int] = ()) -> np.ndarray:
         """Run the blocks.
@@ -445,9 +445,12 @@ class KernelStage:
         elif self.n_blocks:
             self._forward(rows, slices, taps, take, columns)
         if self.row_out.width > self.n_embd:  # the columns that are read behind these blocks
-            rows = np.concatenate(
-                [rows, *(x[:, self.row_in.place(one.name)] for one in self.row_out.columns[1:])], axis=1
-            )
+            made = self._blocks.cache_columns.made(self.caches, slices) if self.n_blocks else {}
+            others = [
+                own if (own := made.get(one.name)) is not None else x[:, self.row_in.place(one.name)]
+                for one in self.row_out.columns[1:]
+            ]
+            rows = np.concatenate([rows, *others], axis=1)
         return np.concatenate([rows, *seen]) if seen else rows
 
     def last_logits(self, ids: np.ndarray, slices: Slices) -> np.ndarray:

@@ -51,8 +51,7 @@ class LearnedRows:
         self._prompts: dict[int, dict[int, np.ndarray]] = {}  # by adapter and block
         kept: dict[int, dict[tuple[int, str], np.ndarray]] = {}  # keys and values, by adapter
         mixer = spec.blocks[start].mixer
-        assert isinstance(mixer, Attention)
-        shape = mixer.n_groups, mixer.head_size
+        shape = (mixer.n_groups, mixer.head_size) if isinstance(mixer, Attention) else (0, 0)  # others have no prefix
         for part in parts.values():
             for name in part:
                 if (match := STORED_ROWS.fullmatch(name)) is None:

@@ -184,10 +184,22 @@ class StarterWeights:
 
     def take_adapters(self, named: Sequence[AdapterName]) -> None:
         """Read the adapters of a run; they become parts of the nodes. Raises CheckpointError, before anything is sent."""
-        base = functools.cache(lambda: weights_hash(self.sources[0]))
-        self.adapters = tuple(open_adapter(one, number, self.config, base) for number, one in enumerate(named, 1))
-        if self.adapters:
-            self.sources.append(AdapterSource(self.adapters, self._source_of))
+        self.put_adapters([self.open_adapter(one, number) for number, one in enumerate(named, 1)])
+
+    def open_adapter(self, named: AdapterName, number: int) -> Adapter:
+        """Raises CheckpointError."""
+        return open_adapter(named, number, self.config, functools.cache(lambda: weights_hash(self.sources[0])))
+
+    def put_adapters(self, adapters: Sequence[Adapter]) -> None:
+        """Have these in the place of all others. Raises CheckpointError."""
+        model = [source for source in self.sources if not isinstance(source, AdapterSource)]
+        found = [AdapterSource(adapters, self._source_of)] if adapters else []
+        self.adapters, self.sources = tuple(adapters), [*model, *found]
+
+    def own_id(self, part: str) -> str:
+        """Stands for the hash of a part of the starter's own."""
+        adapters = [one.sha256 for one in self.adapters] if part.startswith(ADAPTER_PREFIX) else []
+        return " ".join([self.id, *adapters, part])
 
     def with_adapters(self, parts: Sequence[str], start: int, stop: int) -> list[str]:
         """The parts of a node with the blocks [start, stop), and those of adapters."""

@@ -250,9 +250,13 @@ class Latents(nn.Module):
         super().__init__()
         self.of, self.layer, self.is_tiled = of, layer, False
         norm = Norm("rms", of.norm_eps)
-        self.q_a_proj = nn.Linear(width, of.q_rank, bias=of.a_bias)
-        self.q_a_norm = norm_of(norm, of.q_rank)
-        self.q_b_proj = nn.Linear(of.q_rank, of.n_head * (of.nope_size + of.rope_size), bias=of.bias)
+        n_queries = of.n_head * (of.nope_size + of.rope_size)
+        if of.q_rank is None:
+            self.q_proj = nn.Linear(width, n_queries, bias=of.bias)
+        else:
+            self.q_a_proj = nn.Linear(width, of.q_rank, bias=of.a_bias)
+            self.q_a_norm = norm_of(norm, of.q_rank)
+            self.q_b_proj = nn.Linear(of.q_rank, n_queries, bias=of.bias)
         self.kv_a_proj_with_mqa = nn.Linear(width, of.kv_rank + of.rope_size, bias=of.a_bias)
         self.kv_a_norm = norm_of(norm, of.kv_rank)
         self.kv_b_proj = nn.Linear(of.kv_rank, of.n_head * (of.nope_size + of.value_size), bias=of.bias)
@@ -263,7 +267,8 @@ class Latents(nn.Module):
         of, n = self.of, len(x)
         up = self.kv_b_proj.weight.view(of.n_head, of.nope_size + of.value_size, of.kv_rank)
         up_k, up_v = up.split([of.nope_size, of.value_size], dim=1)
-        q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x))).view(n, of.n_head, of.nope_size + of.rope_size)
+        q = self.q_proj(x) if of.q_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+        q = q.view(n, of.n_head, of.nope_size + of.rope_size)
         down = self.kv_a_proj_with_mqa(x)
         q_rot, k_rot = q[..., of.nope_size :], down[:, None, of.kv_rank :]
         for turned in (q_rot, k_rot):
@@ -389,7 +394,7 @@ class Gate(nn.Linear):
         return (factors if router.scale == 1 else factors * router.scale), experts
 
     def _corrected(self, scores: torch.Tensor) -> torch.Tensor:
-        """What experts are chosen by: (N, n), zero outside the groups that are used."""
+        """What experts are chosen by: (N, n), minus infinity outside the groups that are used."""
         router, corrected = self.of.router, scores + self.e_score_correction_bias
         if router.n_groups == 1:
             return corrected
@@ -397,7 +402,7 @@ class Gate(nn.Linear):
         of_groups = grouped.topk(router.n_scores_per_group, dim=-1).values.sum(dim=-1)
         used = torch.topk(of_groups, router.n_used_groups, sorted=False).indices
         is_used = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, used, True)
-        return grouped.masked_fill(~is_used[..., None], 0.0).flatten(1)
+        return grouped.masked_fill(~is_used[..., None], float("-inf")).flatten(1)
 
 
 class Chosen(nn.Module):

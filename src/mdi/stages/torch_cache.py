@@ -18,7 +18,7 @@ from mdi.errors import Code, EngineError
 from mdi.kernels.cache_rows import check_arrays
 from mdi.kernels.pages import CachePages, Pages, PageStore, Pool, capacity_of
 from mdi.kernels.states import StateStore
-from mdi.model.caches import PAGE, PageClass, Paged, State, stage_places
+from mdi.model.caches import PAGE, PageClass, Paged, State, cache_numbers, stage_places
 from mdi.model.spec import ModelSpec
 
 TORCH_TYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -248,7 +248,7 @@ class TorchCaches(CachePages):
             else:
                 limit = limit_bytes if limit_bytes is not None else _memory_bytes(device)
                 pools.append(DevicePages(c.page_bytes, capacity_of(c, max_length, limit), dtype, device))
-        super().__init__(classes, pools, (), places, start, CACHE_TYPE_OF[dtype], states)
+        super().__init__(classes, pools, (), places, cache_numbers(spec, start, stop), CACHE_TYPE_OF[dtype], states)
         self.device, self.places = device, places
         sizes = [kind.block_bytes(CACHE_TYPE_OF[dtype]) // dtype.itemsize for kind in kinds]  # in numbers
         self.blocks: list[BlockCache | None] = [  # None: it has states

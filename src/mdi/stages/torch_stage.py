@@ -18,6 +18,7 @@ from mdi.engine.rows import TensorRows, logit_rows
 from mdi.engine.worker import StarterFrameStage, WeightUse
 from mdi.errors import CheckpointError, EngineError
 from mdi.host.computing import Computing
+from mdi.kernels.cache_columns import CacheColumns
 from mdi.kernels.positions import table_bytes
 from mdi.kernels.slices import NO_SLICES, Slices, only_logits
 from mdi.model.caches import cache_classes
@@ -45,6 +46,7 @@ class Stage(nn.Module):
     transformer: nn.ModuleDict
     max_length: int  # this and what follows: from `prepare` on
     caches: TorchCaches
+    _cache_columns: CacheColumns
     _positions: Positions
 
     def __init__(self, spec: ModelSpec, start: int, stop: int, cancel: Cancel | None = None) -> None:
@@ -123,6 +125,7 @@ class Stage(nn.Module):
         self.max_length = max_length
         self._positions = Positions(max_length, device)
         self.caches = TorchCaches(self.spec, self.start, self.stop, max_length, device, dtype, cache_limit)
+        self._cache_columns = CacheColumns(self.spec, self.start, self.stop, CACHE_TYPE_OF[dtype])
 
     @property
     def gathered_share(self) -> float:
@@ -153,6 +156,8 @@ class Stage(nn.Module):
                     f"position {first + n_rows} of sequence {seq_id}, but sequences of this run end at {self.max_length}"
                 )
         batch = Batch(slices, self.caches, self._positions)
+        if self._cache_columns.reads:
+            self._cache_columns.put(self.caches, slices, x[:, self.n_embd :].float().cpu().numpy())
         seen: list[torch.Tensor] = []
         columns = given = {one.name: x[:, self.row_in.place(one.name)] for one in self.row_in.columns}
         whole = x = columns[HIDDEN]
@@ -175,6 +180,8 @@ class Stage(nn.Module):
             whole[wanted] = x
             x = whole
         if self.row_out.width > self.n_embd:
+            made = self._cache_columns.made(self.caches, slices)
+            given |= {name: torch.from_numpy(rows).to(x) for name, rows in made.items()}
             x = torch.cat([x, *(given[one.name] for one in self.row_out.columns[1:])], dim=1)
         return torch.cat([x, *seen]) if seen else x
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from mdi.errors import Code, EngineError, LimitError, MdiError
-from mdi.model.spec import Attention, BlockSpec, Experts, ModelSpec
+from mdi.model.spec import BlockSpec, DeltaNet, Experts, LatentAttention, ModelSpec
 from mdi.spec.window import WindowOptions
 from mdi.stages.window_files import HEAD_PIECE_BYTES, StoredMatrix, Unit, head_units
 from mdi.units import megabytes, size
@@ -86,6 +86,7 @@ def plan_window(blocks: Sequence[Unit], head: StoredMatrix | None, n_slots: int,
 
 MARGIN_BYTES = 32 << 20  # growth of a running process: buffers of links, Python's objects
 DEFAULT_UNITS = 2
+MOST_SEEN = 256  # rows of states that are computed again at a time (csrc/delta.h)
 WIDER = (8, 6, 4)  # windows that are tried, widest first, where memory is left
 
 
@@ -117,7 +118,8 @@ class RunMemory:
 def work_bytes(spec: ModelSpec, n_rows: int, n_logits: int) -> int:
     """Bytes that the kernels compute on while a frame of `n_rows` goes through: see csrc/stage.h, Scratch."""
     per_row = max(_work_per_row(block, spec.width) for block in spec.kinds)
-    return 4 * (n_rows * per_row + 3 * n_logits * spec.n_rows)
+    seen = max((one.mixer.n_channels for one in spec.kinds if isinstance(one.mixer, DeltaNet)), default=0)
+    return 4 * (n_rows * per_row + (n_rows + MOST_SEEN) * seen + 3 * n_logits * spec.n_rows)
 
 
 def _work_per_row(block: BlockSpec, n_embd: int) -> int:
@@ -125,10 +127,16 @@ def _work_per_row(block: BlockSpec, n_embd: int) -> int:
     width = block.dense.width
     if isinstance(mlp, Experts):
         experts, width = 3 * n_embd, max(width, mlp.shared.width if mlp.shared else 0)
-    if not isinstance(mixer, Attention):
-        return 0  # the kernels do not compute it
-    wide = mixer.n_head * mixer.head_size
-    heads = wide + 2 * mixer.n_groups * mixer.head_size
+    if isinstance(mixer, DeltaNet):
+        wide = mixer.n_head * mixer.v_size
+        heads = mixer.n_channels + 2 * mixer.n_head + wide
+    elif isinstance(mixer, LatentAttention):
+        queries, values = mixer.nope_size + mixer.rope_size, 2 * mixer.kv_rank + mixer.rope_size
+        heads = mixer.n_head * (queries + values) + (mixer.q_rank or 0) + mixer.kv_rank + mixer.rope_size
+        wide = mixer.n_head * mixer.value_size
+    else:
+        wide = mixer.n_head * mixer.head_size
+        heads = wide + 2 * mixer.n_groups * mixer.head_size + wide * mixer.has_gate
     return 6 * n_embd + heads + wide + 2 * width + 2 * max(n_embd, wide, width) + experts
 
 

@@ -128,8 +128,8 @@ class ShardBlocks(Blocks):
 
     def _take_norms(self, index: int, tensors: Callable[[int], Tensors]) -> None:
         """Norms over all heads need a sum over all nodes, and are computed here."""
-        mixer = self._mixer(index)
-        if mixer.qk_norm is not None and mixer.qk_norm_over_all:
+        mixer = self.spec.blocks[index].mixer
+        if isinstance(mixer, Attention) and mixer.qk_norm is not None and mixer.qk_norm_over_all:
             of_block = tensors(index)
             q, k = (np.asarray(of_block[f"attn.norm_{x}.weight"], dtype=np.float32) for x in "qk")
             offset = np.float32(mixer.qk_norm.unit_offset)

@@ -1,6 +1,7 @@
 """The division of every block among nodes: query heads and MLP columns, shared over the nodes of a group.
 
-Keys and values go with their queries. Where the queries of a group are split, more than one node holds the group.
+Keys and values go with their queries. Where the queries of a group are split, more than one node holds the group. Latent rows
+are of all heads, so each node computes and keeps the same ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from mdi.errors import UsageError
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.kernels.layout import Range, skipped
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.model.spec import Alibi, Attention, BlockSpec, Dense, Experts, ModelSpec
+from mdi.model.spec import Alibi, Attention, BlockSpec, DeltaNet, Dense, Experts, LatentAttention, Mixer, ModelSpec
 
 COLUMNS_TOGETHER = 64  # MLP columns that stay together if there are enough: whole groups of all packed formats
 ROWS_TOGETHER = 16  # of the head
@@ -103,22 +104,34 @@ class BlockShare:
     block: BlockSpec
 
     @property
-    def mixer(self) -> Attention:
-        mixer = self.block.mixer
-        assert isinstance(mixer, Attention)  # the others are not shared out
-        return mixer
+    def mixer(self) -> Mixer:
+        return self.block.mixer
+
+    @property
+    def n_per_group(self) -> int:
+        """Heads of queries that share keys and values."""
+        return self.mixer.queries_per_group if isinstance(self.mixer, Attention) else self.mixer.n_head
 
     @property
     def heads(self) -> Range:
+        """Of queries, or of the values of a delta net, all that a key serves."""
+        if isinstance(self.mixer, DeltaNet):
+            return _times(self._keys(self.mixer), self.mixer.n_head // self.mixer.n_groups)
         return _scaled(self.share.shares.heads, self.share.rank, self.mixer.n_head)
+
+    def _keys(self, of: DeltaNet) -> Range:
+        """Heads of keys of a delta net."""
+        return _scaled(self.share.shares.heads, self.share.rank, of.n_groups)
 
     @property
     def groups(self) -> Range:
         """Groups of keys and values that its heads read; without heads one group, which is not read."""
         first, end = self.heads
-        n = self.mixer.queries_per_group
         if first == end:
             return 0, 1
+        if isinstance(self.mixer, DeltaNet):
+            return self._keys(self.mixer)
+        n = self.n_per_group
         return first // n, -(-end // n)
 
     def columns(self, width: int) -> Range:
@@ -137,24 +150,32 @@ class BlockShare:
     def counts_group(self, group: int) -> bool:
         """Whether this node is the first that holds a group: sums over all groups have it once."""
         first, end = self.heads
-        return first < end and group * self.mixer.queries_per_group >= first
+        return first < end and group * self.n_per_group >= first
 
     def spec(self) -> BlockSpec:
         """The block that computes this share."""
-        (first, end), n, positions = self.heads, self.mixer.queries_per_group, self.mixer.positions
-        mixer = replace(
-            self.mixer,
-            n_head=end - first,
-            n_groups=self.groups[1] - self.groups[0],
-            positions=replace(positions, first=first) if isinstance(positions, Alibi) else positions,
-            share=(n, first % n if first < end else 0),
-        )
+        mixer = self._mixer()
         if isinstance(self.block.mlp, Dense):
             return replace(self.block, mixer=mixer, mlp=_of_width(self.block.mlp, self.columns(self.block.mlp.width)))
         mlp = self.block.mlp
         shared = mlp.shared and _of_width(mlp.shared, self.of_shared_expert(mlp.shared.width))
         expert = _of_width(mlp.expert, self.columns(mlp.expert.width))
         return replace(self.block, mixer=mixer, mlp=replace(mlp, expert=expert, shared=shared))
+
+    def _mixer(self) -> Mixer:
+        whole, (first, end), n_groups = self.mixer, self.heads, self.groups[1] - self.groups[0]
+        if isinstance(whole, LatentAttention):
+            return replace(whole, n_head=end - first)
+        if isinstance(whole, DeltaNet):
+            return replace(whole, n_head=end - first, n_groups=n_groups)
+        n, positions = whole.queries_per_group, whole.positions
+        return replace(
+            whole,
+            n_head=end - first,
+            n_groups=n_groups,
+            positions=replace(positions, first=first) if isinstance(positions, Alibi) else positions,
+            share=(n, first % n if first < end else 0),
+        )
 
 
 def _of_width(dense: Dense, columns: Range) -> Dense:
@@ -188,6 +209,10 @@ def why_not_shared_out(config: ModelConfig) -> str | None:
     if any(isinstance(block.mlp, Experts) and block.mlp.own_norm is not None for block in spec.kinds):
         return "experts with norms of their own"
     mixers = [block.mixer for block in spec.kinds]
+    if any(isinstance(m, DeltaNet) and m.is_in_turn for m in mixers):
+        return "keys of delta nets that serve every n-th head"
+    if any(isinstance(m, Attention) and m.qk_norm_over_all and m.has_gate for m in mixers):
+        return "norms over all heads beside gates of attention"
     if any(isinstance(m, Attention) and m.qk_norm_over_all and m.qk_norm and m.qk_norm.kind != "rms" for m in mixers):
         return "norms over all heads that subtract a mean"
     return None
@@ -227,7 +252,7 @@ def _bounds(n: int, parts: Sequence[float], together: int) -> tuple[int, ...]:
 
 Shape = tuple[int, ...]
 
-_IN_BLOCK = re.compile(r"transformer\.h\.(\d+)\.(.*)\.(weight|bias|sinks)")
+_IN_BLOCK = re.compile(r"transformer\.h\.(\d+)\.(.*)\.(weight|bias|sinks|dt_bias|A_log)")
 _MLP = re.compile(r"mlp\.(experts\.\d+\.|shared_experts\.)?(fc|fc_1|fc_2|proj)")
 
 
@@ -250,10 +275,8 @@ class Piece:
     def shape(self, whole: Shape, form: str | None) -> Shape:
         """Of the piece of a tensor, in a weight format or (None) in plain numbers."""
         n_out = whole[0] if self.rows is None else sum(b - a for a, b in self.rows)
-        if len(whole) == 1:
-            return (n_out,)
         if self.columns is None:
-            return (n_out, whole[1])
+            return (n_out, *whole[1:])
         first, last = self.columns
         return n_out, last - first + (skipped(form, first, last) if form else 0)
 
@@ -271,6 +294,8 @@ def piece_of(name: str, share: Share) -> Piece | None:
     share_of_block, layer, what = share.of(int(match[1])), match[2], match[3]
     if what == "sinks":
         return Piece(rows=(share_of_block.heads,))
+    if layer.startswith("delta"):
+        return _of_delta(layer, what, share_of_block)
     if layer.startswith("attn."):
         return _of_attention(layer, what, share_of_block)
     if mlp := _MLP.fullmatch(layer):
@@ -278,13 +303,43 @@ def piece_of(name: str, share: Share) -> Piece | None:
     return WHOLE
 
 
+def _of_latents(layer: str, own: BlockShare, mixer: LatentAttention) -> Piece:
+    """What makes latent rows, and compressed ones of queries, is whole."""
+    rows = {"attn.kv_b_proj": mixer.nope_size + mixer.value_size}
+    rows |= dict.fromkeys(("attn.q_proj", "attn.q_b_proj"), mixer.nope_size + mixer.rope_size)
+    if layer == "attn.proj":
+        return Piece(columns=_times(own.heads, mixer.value_size))
+    return Piece(rows=(_times(own.heads, rows[layer]),)) if layer in rows else WHOLE
+
+
+def _of_delta(layer: str, what: str, own: BlockShare) -> Piece:
+    mixer, heads = own.mixer, own.heads
+    assert isinstance(mixer, DeltaNet)
+    if what in ("dt_bias", "A_log"):
+        return Piece(rows=(heads,))
+    values, keys, n_keys = _times(heads, mixer.v_size), _times(own.groups, mixer.k_size), mixer.n_groups * mixer.k_size
+    if layer in ("delta.qkv", "delta.conv"):
+        return Piece(rows=(keys, _plus(keys, n_keys), _plus(values, 2 * n_keys)))
+    if layer == "delta.gates":
+        return Piece(rows=(heads, _plus(heads, mixer.n_head)))
+    if layer == "delta.out_gate":
+        return Piece(rows=(values,))
+    return Piece(columns=values) if layer == "delta.proj" else WHOLE
+
+
 def _of_attention(layer: str, what: str, own: BlockShare) -> Piece | None:
-    mixer, size = own.mixer, own.mixer.head_size
+    mixer = own.mixer
+    if isinstance(mixer, LatentAttention):
+        return _of_latents(layer, own, mixer)
+    assert isinstance(mixer, Attention)
+    size = mixer.head_size
     heads, groups = _times(own.heads, size), _times(own.groups, size)
     if layer == "attn.qkv":
         n_q, n_k, n_v = (n * size for n in mixer.made)
         rows = (_plus(groups, n_q) if n_k else None, _plus(groups, n_q + n_k) if n_v else None)
         return Piece(rows=(heads, *filter(None, rows)))
+    if layer == "attn.out_gate":
+        return Piece(rows=(heads,))
     if layer == "attn.proj":
         return Piece(columns=heads) if what == "weight" else (WHOLE if own.share.adds_attention_bias else None)
     if mixer.qk_norm_over_all:

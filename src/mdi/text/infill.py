@@ -5,12 +5,11 @@ Which marks a tokenizer has says how such a text is written; which model it is s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from mdi.text.quoted import Quotes
 from mdi.text.tokenizer import FileTokenizer
-
-_ANCHOR = "\u263a"  # a character that no word has
-_WORD = "\u2581"  # what tokenizers of sentencepiece put before the first word of a text
 
 
 class Marks(NamedTuple):
@@ -47,12 +46,15 @@ class Gap(NamedTuple):
     ends: list[int]
 
 
-def with_gap(tokenizer: FileTokenizer, before: str | list[int], behind: str, first_id: int | None) -> Gap | None:
+def with_gap(
+    tokenizer: FileTokenizer, before: str | list[int], behind: str, first_id: int | None, special: Iterable[str] = ()
+) -> Gap | None:
     """None if the tokenizer has no such marks.
 
     Args:
         before: a text or ids, before the gap.
         first_id: see TextCodec.first_id.
+        special: names of special tokens, which are words in the texts, as those of the marks are.
     """
     for marks in MARKS:
         found = [_id_of(tokenizer, token) for token in marks[:3]]
@@ -60,20 +62,19 @@ def with_gap(tokenizer: FileTokenizer, before: str | list[int], behind: str, fir
         if len(ids) < len(found):
             continue
         ends = [i for token in marks.ends if (i := _id_of(tokenizer, token)) is not None]
-        own = tokenizer.ids_of(before, adds_special=False) if isinstance(before, str) else before
+        quotes = Quotes({*special, *marks[:3], *marks.ends})
+        own = _ids(tokenizer, quotes.pieces(before), is_within=False) if isinstance(before, str) else before
+        own_behind = _ids(tokenizer, quotes.pieces(behind), is_within=True)
         first = [] if first_id is None else [first_id]
-        return Gap([*first, ids[0], *own, ids[1], *_ids_within(tokenizer, behind), ids[2]], [*ids, *ends])
+        return Gap([*first, ids[0], *own, ids[1], *own_behind, ids[2]], [*ids, *ends])
     return None
 
 
-def _ids_within(tokenizer: FileTokenizer, text: str) -> list[int]:
-    """Of a text that begins within a line: without a word mark before it that is not in the text."""
-    ids = tokenizer.ids_of(text, adds_special=False)
-    anchor = tokenizer.ids_of(_ANCHOR, adds_special=False)
-    if not anchor or not _piece(tokenizer, anchor[0]).startswith(_WORD):
-        return ids
-    both = tokenizer.ids_of(_ANCHOR + text, adds_special=False)
-    return both[len(anchor) :] if both[: len(anchor)] == anchor else ids
+def _ids(tokenizer: FileTokenizer, pieces: list[str], is_within: bool) -> list[int]:
+    """Of a text in pieces; `is_within`: it begins within a line."""
+    first, *others = pieces
+    ids = tokenizer.ids_within(first) if is_within else tokenizer.ids_of(first, adds_special=False)
+    return [*ids, *(i for piece in others for i in tokenizer.ids_within(piece))]
 
 
 def _id_of(tokenizer: FileTokenizer, token: str) -> int | None:
@@ -81,9 +82,4 @@ def _id_of(tokenizer: FileTokenizer, token: str) -> int | None:
         found = tokenizer.token_to_id(token)
     except ValueError:
         return None
-    return found if _piece(tokenizer, found) == token else None  # sentencepiece has an id for what it does not know
-
-
-def _piece(tokenizer: FileTokenizer, i: int) -> str:
-    of = tokenizer.processor.id_to_token if tokenizer.backend == "huggingface" else tokenizer.processor.id_to_piece
-    return str(of(i))
+    return found if tokenizer.piece(found) == token else None  # sentencepiece has an id for what it does not know

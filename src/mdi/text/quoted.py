@@ -49,6 +49,11 @@ class Quotes:
             raise UsageError("the texts have all characters from U+E000 to U+F8FF: leave one of them out")
         return [self._with_cuts(message, cut) for message in messages], self.marked(list(tools), cut), cut
 
+    def pieces(self, text: str) -> list[str]:
+        """A text, cut within each name of a special token."""
+        cuts = [] if self._names is None else [found.start() + 1 for found in self._names.finditer(text)]
+        return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
     def _with_cuts(self, message: Mapping[str, Any], cut: str) -> dict[str, Any]:
         made = {
             name: self.marked(value, cut) if _is_quoted(message, name) else value for name, value in message.items()

@@ -55,11 +55,12 @@ class TextCodec:
         special_marks: special tokens that are marks of answers (mdi.text.answers.forms), by their ids.
         prompt_style: how prompts are written, by a style that is known or by the model's own template; None for the raw text.
         drawing: how tokens are drawn where nobody says it, see `mdi.text.drawing`.
+        suppressed: ids that the model is not to write, by generation_config.json.
     """
 
     def __init__(
         self, tokenizer: Any, eos_ids: Iterable[int] = (), prompt_style: PromptStyle | TemplateStyle | None = None,
-        drawing: Mapping[str, float] = OWN,
+        drawing: Mapping[str, float] = OWN, suppressed: Iterable[int] = (),
     ) -> None:  # fmt: skip
         """Use `from_checkpoint`; this takes what `read_tokenizer` gives."""
         self._tokenizer = tokenizer
@@ -73,6 +74,7 @@ class TextCodec:
         self.eos_ids = frozenset(own) | frozenset(eos_ids) | frozenset(ends)
         self.prompt_style = prompt_style
         self.drawing = drawing
+        self.suppressed = tuple(sorted({i for i in suppressed if i >= 0}))
         self.stop_sequences = _stop_sequences(prompt_style, tokenizer, self.eos_ids)
         self._anchor = self._find_anchor()
         self._anchor_chars = len(self._text(self._anchor))
@@ -96,7 +98,11 @@ class TextCodec:
         eos_ids = id_list(generation.get("eos_token_id"))
         tokenizer = read_tokenizer(ckpt_dir, _read_object(ckpt_dir / "tokenizer_config.json"), generation)
         name = config_name if config_name is not None else _config_name(ckpt_dir)
-        return cls(tokenizer, eos_ids, resolve_prompt_style(prompt_style, ckpt_dir, name), drawing_of(generation))
+        style, suppressed = (
+            resolve_prompt_style(prompt_style, ckpt_dir, name),
+            id_list(generation.get("suppress_tokens")),
+        )
+        return cls(tokenizer, eos_ids, style, drawing_of(generation), suppressed)
 
     @property
     def form(self) -> Form:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from mdi.errors import CheckpointError, Code
 from mdi.spec.cluster import nearest_existing
 
 NAMES = ("tokenizer.json", "tokenizer.model")
+_ANCHOR = "\u263a"  # a character that no word has
+_WORD = "\u2581"  # what tokenizers of sentencepiece put before the first word of a text
+_PIECES, _PIECE, _TYPE, _USER_DEFINED = 1, 1, 3, 4  # of a model of sentencepiece: fields, and a kind of pieces
 
 
 class Ids(list[int]):
@@ -102,17 +106,43 @@ class FileTokenizer:
             return [(i, begin) for i, (begin, _) in zip(found.ids, found.offsets, strict=True)]
         return [(piece.id, piece.begin) for piece in self.processor.encode(text, out_type="immutable_proto").pieces]
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """Ids of a text that a chat template has written: special tokens are in it by their names, and none are added."""
-        if self.backend == "huggingface":
-            return self.ids_of(text, adds_special=False)
-        names = {self.processor.id_to_piece(i): i for i in self._control_ids()}
+    def encode_rendered(self, text: str, is_within: bool = False) -> list[int]:
+        """Ids of a text that a chat template has written: special tokens are in it by their names, and none are added.
+
+        Args:
+            is_within: see `ids_within`.
+        """
+        begin = self.ids_within if is_within else partial(self.ids_of, adds_special=False)
+        names = {} if self.backend == "huggingface" else {self.processor.id_to_piece(i): i for i in self._control_ids()}
         if not names:
-            return list(self.processor.encode(text))
-        found: list[int] = []
-        for part in re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text):
+            return begin(text)
+        first, *others = re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text)
+        found = begin(first) if first else []
+        for part in others:
             found += [names[part]] if part in names else self.processor.encode(part) if part else []
         return found
+
+    def ids_within(self, text: str) -> list[int]:
+        """Of a text that begins within a line: without a word mark before it that is not in the text."""
+        ids, anchor = (self.ids_of(one, adds_special=False) for one in (text, _ANCHOR))
+        if not anchor or not self.piece(anchor[0]).startswith(_WORD):
+            return ids
+        both = self.ids_of(_ANCHOR + text, adds_special=False)
+        return both[len(anchor) :] if both[: len(anchor)] == anchor else ids
+
+    def piece(self, i: int) -> str:
+        """The token with this id, as the tokenizer has it."""
+        of = self.processor.id_to_token if self.backend == "huggingface" else self.processor.id_to_piece
+        return str(of(i))
+
+    def own_tokens(self) -> list[str]:
+        """Tokens that a text has wherever their letters stand in it, and that are not special."""
+        if self.backend == "huggingface":
+            added = self.processor.get_added_tokens_decoder().values()
+            return [token.content for token in added if not token.special]
+        model = self.processor.serialized_model_proto()
+        pieces = [dict(_fields(piece)) for number, piece in _fields(model) if number == _PIECES]
+        return [bytes(one[_PIECE]).decode() for one in pieces if one.get(_TYPE) == _USER_DEFINED]
 
     def _control_ids(self) -> list[int]:
         return [i for i in range(self.processor.vocab_size()) if self.processor.is_control(i)]
@@ -124,6 +154,30 @@ class FileTokenizer:
         if found is None:
             raise ValueError(f"there is no token {token!r}")
         return int(found)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Numbers and values of the fields of a message in the form of protocol buffers; of a fixed width, as bytes."""
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte, at = message[at], at + 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while at < len(message):
+        key = number()
+        if key & 7 == 0:
+            yield key >> 3, number()
+        else:
+            n_bytes = {1: 8, 5: 4}[key & 7] if key & 7 != 2 else number()
+            yield key >> 3, message[at : at + n_bytes]
+            at += n_bytes
 
 
 def read_tokenizer(directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> FileTokenizer:

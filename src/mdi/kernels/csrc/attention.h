@@ -153,18 +153,10 @@ inline void multiply_keys(const MdiAttention& of, const PageView& page, const Qu
     for (int half = kFirst; half < kEnd; half++) s[i][half] = sums[i][half - kFirst];
 }
 
-// Scores of up to kQueries queries against a page, made weights; sums and results so far are brought to the new maximum.
+// Products of queries with the keys of a page, made weights; sums and results so far are brought to the new maximum.
 template <int kType, int kN>
-inline void score(const MdiAttention& of, const PageView& page, int first_position, int window, const Queries& queries, int at,
-                  Ahead& ahead) {
-  F s[kN][2];
-  if constexpr (2 * kN <= kSums) {
-    multiply_keys<kType, kN, 0, 2>(of, page, queries, at, ahead, s);
-  } else {
-    multiply_keys<kType, kN, 0, 1>(of, page, queries, at, ahead, s);
-    multiply_keys<kType, kN, 1, 2>(of, page, queries, at, ahead, s);
-  }
-  int wide = padded(of.head_size, 16);
+inline void weigh(const MdiAttention& of, const PageView& page, int first_position, int window, const Queries& queries, int at,
+                  int wide, F (&s)[kN][2]) {
   F none = splat(-__builtin_inff());
   float most[kN];
   bool sees[kN];  // something of the page
@@ -207,9 +199,24 @@ inline void score(const MdiAttention& of, const PageView& page, int first_positi
   }
 }
 
-// Values from number d on, 16 * kParts of them at a time.
+// Scores of up to kQueries queries against a page, made weights.
+template <int kType, int kN>
+inline void score(const MdiAttention& of, const PageView& page, int first_position, int window, const Queries& queries, int at,
+                  Ahead& ahead) {
+  F s[kN][2];
+  if constexpr (2 * kN <= kSums) {
+    multiply_keys<kType, kN, 0, 2>(of, page, queries, at, ahead, s);
+  } else {
+    multiply_keys<kType, kN, 0, 1>(of, page, queries, at, ahead, s);
+    multiply_keys<kType, kN, 1, 2>(of, page, queries, at, ahead, s);
+  }
+  weigh<kType, kN>(of, page, first_position, window, queries, at, padded(of.head_size, 16), s);
+}
+
+// Values from number d on, 16 * kParts of them at a time. stride: numbers from one position to the next.
 template <int kType, int kN, int kParts>
-inline void add_parts(const PageView& page, int first, int end, const Queries& queries, int at, int wide, int d, Ahead& ahead) {
+inline void add_parts(const PageView& page, int stride, int first, int end, const Queries& queries, int at, int wide, int d,
+                      Ahead& ahead) {
   for (; d + 16 * kParts <= wide; d += 16 * kParts) {
     F sums[kN][kParts];
     #pragma GCC unroll 8
@@ -221,7 +228,7 @@ inline void add_parts(const PageView& page, int first, int end, const Queries& q
       F v[kParts];
       #pragma GCC unroll 8
       for (int j = 0; j < kParts; j++) {
-        v[j] = load_cached<kType>(page.values, (int64_t)p * wide + d + 16 * j);
+        v[j] = load_cached<kType>(page.values, (int64_t)p * stride + d + 16 * j);
         if constexpr (kType == kCacheInt8) v[j] = mul(v[j], splat(page.value_scales[p]));
       }
       #pragma GCC unroll 8
@@ -237,12 +244,13 @@ inline void add_parts(const PageView& page, int first, int end, const Queries& q
       for (int j = 0; j < kParts; j++) store(queries.result + (int64_t)(at + i) * wide + d + 16 * j, sums[i][j]);
   }
   if constexpr (kParts > 1)
-    if (d < wide) add_parts<kType, kN, kParts / 2>(page, first, end, queries, at, wide, d, ahead);
+    if (d < wide) add_parts<kType, kN, kParts / 2>(page, stride, first, end, queries, at, wide, d, ahead);
 }
 
 template <int kType, int kN>
 inline void add_values(const MdiAttention& of, const PageView& page, int first, int end, const Queries& queries, int at, Ahead& ahead) {
-  add_parts<kType, kN, parts(kN)>(page, first, end, queries, at, padded(of.head_size, 16), 0, ahead);
+  int wide = padded(of.head_size, 16);
+  add_parts<kType, kN, parts(kN)>(page, wide, first, end, queries, at, wide, 0, ahead);
 }
 
 struct Range { int first, end; };

@@ -48,6 +48,7 @@ struct MdiMlp {
 struct MdiAttention {
   MdiNorm norm_q, norm_k, norm_v;
   MdiMatrix qkv, proj;
+  MdiMatrix out_gate;         // what heads give is multiplied by the sigmoid of this layer; null: it is not
   const float* sinks;         // n_head scores of a key without a value, which a softmax over keys also counts; or null
   const float *cos, *sin;     // (max_length, rope_n_elem)
   const float* score_bias;    // (n_head, score_bias_floats): added to the scores of the keys at each position (ALiBi); or null
@@ -65,15 +66,42 @@ struct MdiAttention {
   float scale, softcap;       // softcap 0: none
 };
 
+// Latent attention: keys and values of all heads come from one row of kv_rank numbers, which lies in the caches with the key that
+// all heads rotate. MdiAttention has what it has in common with others: one group of keys of kv_rank + rope_n_elem numbers, which
+// qkv makes.
+struct MdiLatent {
+  MdiNorm norm_q, norm_kv;
+  MdiMatrix q_a, q_b;            // without q_a, q_b reads what qkv reads
+  const MdiMatrix *up_k, *up_v;  // of each head, in floats: nope_size numbers -> kv_rank, and kv_rank -> value_size
+  int32_t kv_rank;               // 0: the block has other attention
+  int32_t nope_size, value_size, reserved;
+};
+
+// A gated delta net in place of attention (delta.h).
+struct MdiDelta {
+  MdiMatrix qkv, out_gate, gates, proj;  // gates: of each head b, then of each a
+  MdiNorm norm;               // of what a head gives
+  const float* taps;          // (n_taps, channels)
+  const float *dt_bias, *log_rate;  // (n_head) each
+  int32_t n_head, n_groups;   // n_head 0: the block has none
+  int32_t k_size, v_size, n_taps;
+  int32_t is_in_turn;         // a key serves every n_groups-th head, and not those that follow each other
+  int32_t cache_class;        // number among the classes of states
+  int32_t cache_layer;        // number of the block within its class
+  float scale;                // of queries
+  int32_t reserved;
+};
+
 struct MdiExperts {
   MdiMatrix router;         // float32; null without experts
   MdiNorm norm_router, norm, norm_behind, norm_behind_shared;  // with these, experts and router read rows without norm_2
   const float* correction;  // n floats: the router is one of sigmoids; null: of a softmax
   const float* scales;      // n factors of the experts' weights, or null
   const MdiMlp* experts;    // n of them
+  MdiMatrix shared_gate;    // one output, whose sigmoid the shared expert is multiplied with; null: it is not
   int32_t n, n_used;
+  int32_t n_groups, n_used_groups, n_scores;  // only those groups are used whose largest n_scores sums add up to most; one is none
   float scale;
-  int32_t reserved;
 };
 
 // What a block adds behind its MLP: norm(proj(act(gate x) * column)).
@@ -89,6 +117,8 @@ enum MdiResidual { kSequential = 0, kParallel = 1, kBehind = 2 };  // kBehind: n
 struct MdiBlock {
   MdiNorm norm_1, post_attention_norm, norm_2, post_mlp_norm;
   MdiAttention attention;
+  MdiLatent latent;
+  MdiDelta delta;
   MdiMlp mlp;  // also the shared expert, where there are experts
   MdiExperts experts;
   MdiGated gated;
@@ -111,7 +141,8 @@ struct MdiLowRank {
 // A run of blocks.
 struct MdiStage {
   const MdiBlock* blocks;
-  int32_t n_blocks, n_classes, n_embd, reserved;
+  int32_t n_blocks, n_classes, n_embd;
+  int32_t n_state_classes;  // of blocks with states, besides n_classes
   int64_t* n_finished;  // counts the blocks that `forward` has finished, for other threads; may be null
   const MdiLowRank* low_rank;        // of all blocks, one after the other; null: there are no adapters
   const int32_t* low_rank_of_block;  // those of block b are [low_rank_of_block[b], low_rank_of_block[b + 1])
@@ -121,6 +152,14 @@ struct MdiStage {
 struct MdiSlice {
   uint32_t seq_id[2];  // the low half first; the upper 16 bits of all are the number of the sequence's adapter, 0 for none
   int32_t start, n_rows, n_logits;
+};
+
+// The states of one sequence in the blocks of a class, see delta.h.
+struct MdiStates {
+  float* numbers;       // (blocks, block_floats)
+  int64_t* places;      // (blocks, 2)
+  int64_t block_floats;
+  int64_t first;        // rows before this position are final
 };
 
 struct MdiFrame {
@@ -133,4 +172,5 @@ struct MdiFrame {
   int32_t n_slices, n_rows;
   const float* columns;  // (n_rows, n_columns), besides rows; or null
   int64_t n_columns;
+  const MdiStates* states;  // per slice and class of states
 };

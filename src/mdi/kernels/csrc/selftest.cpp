@@ -260,12 +260,15 @@ static void try_extreme_blocks(const char* set) {
 // ---- blocks
 
 constexpr int kLength = 70, kPage = 32, kBadRow = 37, kColumns = 25;
+constexpr int kKept = 10, kRoom = kKept + kLength;  // rows that states can go back over at least, and that there is memory for
 
 struct Shape {
   const char* name;
   int format, cache_type;
   bool layer_norm, parallel, interleaved, experts, window;
   bool gated;  // and values made of keys, norms of experts, and a scalar
+  bool latent = false;  // and experts in groups
+  bool delta = false;  // gated delta nets in place of attention, or gates of attention beside `gated`; and of a shared expert
 };
 
 // One block of attention and MLP or experts, with everything that the shape asks for.
@@ -274,12 +277,14 @@ struct Stage {
   std::vector<Weight*> weights;
   std::vector<Floats*> floats;
   std::vector<MdiMlp> experts;
+  std::vector<MdiMatrix> up_k, up_v;
   MdiBlock block{};
   MdiStage stage{};
   Floats cos, sin;
   int32_t norm_type = kRmsNorm, unit_offset = 0;
 
   explicit Stage(const Shape& s) {
+    stage.n_classes = 1;
     MdiAttention& attention = block.attention;
     attention.n_head = 4, attention.n_groups = 2, attention.head_size = 20, attention.queries_per_group = 2;
     attention.n_keys = 2, attention.n_values = s.gated ? 0 : 2;
@@ -299,10 +304,24 @@ struct Stage {
       block.experts.router = weights.back()->matrix, block.experts.experts = experts.data();
       block.experts.n = 5, block.experts.n_used = 2, block.experts.scale = 1.0f;
     }
+    if (s.latent) make_latent(s);
     if (s.gated) {
       attention.norm_v = norm(20, false);
       block.gated = {matrix(s, 21, 72), matrix(s, 72, 21), norm(72, false), kGeluTanh, 3};
       block.scalar = norm(1, false).weight;
+    }
+    if (s.delta && s.gated) {
+      attention.out_gate = matrix(s, 80, 72);
+      weights.push_back(new Weight(random, kFloat32, 1, 72));
+      block.experts.shared_gate = weights.back()->matrix;
+    } else if (s.delta) {
+      MdiDelta& of = block.delta;
+      of.n_head = 6, of.n_groups = 2, of.k_size = 21, of.v_size = 40, of.n_taps = 3, of.is_in_turn = s.interleaved, of.scale = 0.22f;
+      of.qkv = matrix(s, 2 * 2 * 21 + 6 * 40, 72), of.out_gate = matrix(s, 6 * 40, 72), of.proj = matrix(s, 72, 6 * 40);
+      weights.push_back(new Weight(random, kFloat32, 2 * 6, 72));
+      of.gates = weights.back()->matrix, of.norm = norm(40, false);
+      of.taps = norm(3 * of.qkv.n_out, false).weight, of.dt_bias = norm(6, false).weight, of.log_rate = norm(6, false).weight;
+      stage.n_classes = 0, stage.n_state_classes = 1;
     }
     if (s.gated && s.experts) {
       MdiExperts& of = block.experts;
@@ -314,13 +333,34 @@ struct Stage {
       cos.push_back(a), sin.push_back(1.0f - a * a);
     }
     attention.cos = cos.data(), attention.sin = sin.data();
-    stage.blocks = &block, stage.n_blocks = 1, stage.n_classes = 1, stage.n_embd = 72;
+    stage.blocks = &block, stage.n_blocks = 1, stage.n_embd = 72;
   }
   ~Stage() {
     for (Weight* w : weights) delete w;
     for (Floats* f : floats) delete f;
   }
   Stage(const Stage&) = delete;
+
+  void make_latent(const Shape& s) {
+    MdiAttention& attention = block.attention;
+    MdiLatent& of = block.latent;
+    of.kv_rank = 32, of.nope_size = 20, of.value_size = 12;
+    attention.n_groups = 1, attention.head_size = 48, attention.rope_n_elem = 16, attention.rope_interleaved = true;
+    attention.qkv = matrix(s, 48, 72), attention.proj = matrix(s, 72, 4 * 12);
+    of.norm_q = norm(40, false), of.norm_kv = norm(32, false);
+    of.q_a = matrix(s, 40, 72), of.q_b = matrix(s, 4 * (20 + 16), 40);
+    for (int h = 0; h < 4; h++) {
+      weights.push_back(new Weight(random, kBf16, 32, 20)), up_k.push_back(weights.back()->matrix);
+      weights.push_back(new Weight(random, kBf16, 12, 32)), up_v.push_back(weights.back()->matrix);
+    }
+    of.up_k = up_k.data(), of.up_v = up_v.data();
+    if (!s.experts) return;
+    experts.push_back(mlp(s));
+    weights.push_back(new Weight(random, kFloat32, 6, 72));
+    block.experts.router = weights.back()->matrix, block.experts.experts = experts.data(), block.experts.n = 6;
+    block.experts.correction = norm(6, false).weight;
+    block.experts.n_groups = 3, block.experts.n_used_groups = 2, block.experts.n_scores = 2;
+  }
 
   MdiNorm norm(int n, bool with_bias) {
     floats.push_back(new Floats(random.numbers(n, 0.5f, 1.0f)));
@@ -339,10 +379,12 @@ struct Stage {
   }
 
   // Two sequences of kLength rows side by side, handed over in pieces of these lengths, the last one again and again. `bad` is
-  // brought into one number of row kBadRow of the first one, unless it is zero.
-  Floats run(const Context& context, const std::vector<int>& pieces, float bad = 0) {
+  // brought into one number of row kBadRow of the first one, unless it is zero. With `goes_back`, other rows come before each
+  // piece, and are taken back.
+  Floats run(const Context& context, const std::vector<int>& pieces, float bad = 0, bool goes_back = false) {
     int n_pages = (kLength + kPage - 1) / kPage, items[] = {4, 2, 2, 1};
-    int64_t slot = (int64_t)(20 + 32) * kPage * items[block.attention.cache_type] + (block.attention.cache_type == kCacheInt8 ? 2 * kPage * 4 : 0);
+    int numbers = block.latent.kv_rank ? block.attention.head_size : 20 + 32;
+    int64_t slot = (int64_t)numbers * kPage * items[block.attention.cache_type] + (block.attention.cache_type == kCacheInt8 ? 2 * kPage * 4 : 0);
     int64_t page_bytes = 2 * ((slot + 63) / 64 * 64);
     uint8_t* pool = (uint8_t*)std::aligned_alloc(64, 2 * n_pages * page_bytes);
     std::memset(pool, 0xff, 2 * n_pages * page_bytes);  // numbers that would show
@@ -352,6 +394,16 @@ struct Stage {
     int32_t first[] = {0, 0};
     Floats x = Random(4).numbers((size_t)2 * kLength * 72);
     if (bad != 0) x[(size_t)kBadRow * 72 + 3] = bad;
+    const MdiDelta& net = block.delta;
+    int64_t state = net.n_head * net.k_size * net.v_size, row = net.qkv.n_out + 2 * net.n_head;
+    int64_t block_floats = 2 * state + (net.n_taps - 1 + kRoom) * row;
+    Floats kept[2];
+    int64_t places[2][2] = {{0, 0}, {0, 0}};
+    MdiStates states[2];
+    for (int s = 0; s < 2; s++) {
+      if (net.n_head) kept[s].resize((size_t)block_floats);
+      states[s] = {kept[s].data(), places[s], block_floats, 0};
+    }
     size_t piece = 0;
     for (int at = 0; at < kLength; piece += piece + 1 < pieces.size()) {
       int n = pieces[piece] < kLength - at ? pieces[piece] : kLength - at;
@@ -361,7 +413,15 @@ struct Stage {
       MdiSlice slices[] = {{{0, 0}, at, n, 0}, {{1, 0}, at, n, 0}};
       Floats columns((size_t)2 * n * kColumns);
       for (size_t i = 0; i < columns.size(); i++) columns[i] = 0.01f * (float)(at + (int)(i / kColumns) % n + (int)(i % kColumns));
-      MdiFrame frame{rows.data(), slices, tables, first, &pool, &page_bytes, 2, 2 * n, columns.data(), kColumns};
+      for (MdiStates& one : states)
+        if (at + n - one.first > kRoom / 2 && at > kKept) one.first = at - kKept;
+      MdiFrame frame{rows.data(), slices, tables, first, &pool, &page_bytes, 2, 2 * n, columns.data(), kColumns, states};
+      if (goes_back) {
+        Floats others(rows.rbegin(), rows.rend());
+        frame.rows = others.data();
+        require(!mdi_forward(context.handle, &stage, &frame), "memory");
+        frame.rows = rows.data();
+      }
       require(!mdi_forward(context.handle, &stage, &frame), "memory");
       for (int s = 0; s < 2; s++) std::memcpy(&x[from[s]], &rows[s * n_floats], n_floats * sizeof(float));
       at += n;
@@ -377,6 +437,7 @@ static void try_block(const char* set, const Shape& shape) {
   Context one(1), three(3);
   Floats whole = stage.run(one, {kLength});
   require(same(whole, stage.run(three, {35, 25, 1})), name + " depends on threads or how a prompt is cut");
+  require(same(whole, stage.run(three, {5, 3, 1}, 0, true)), name + " depends on rows that were taken back");
   print(set, name, whole);
   for (float bad : kNotFinite) {
     Floats damaged = stage.run(three, {35, 25, 1}, bad);
@@ -401,6 +462,12 @@ int main(int argc, char** argv) {
       {"q6_k-window", kQ6_k, kCacheInt8, false, false, false, false, true, false},
       {"float32-gated", kFloat32, kCacheFloat32, false, false, false, false, false, true},
       {"int4-experts-gated", kInt4, kCacheInt8, false, false, false, true, false, true},
+      {"float32-latent", kFloat32, kCacheFloat32, false, false, false, false, false, false, true},
+      {"bf16-latent", kBf16, kCacheFp16, false, false, false, true, false, false, true},
+      {"int8-latent", kInt8, kCacheInt8, false, false, false, true, false, false, true},
+      {"float32-delta", kFloat32, kCacheFloat32, false, false, false, false, false, false, false, true},
+      {"int8-delta-in-turn", kInt8, kCacheFloat32, false, false, true, true, false, false, false, true},
+      {"int4-experts-gates", kInt4, kCacheFloat32, false, false, false, true, false, true, false, true},
   };
   std::istringstream sets(mdi_instruction_sets());
   int left = argc > 1 ? std::atoi(argv[1]) : 100;

@@ -6,11 +6,16 @@
 #include "norm.h"
 #include "rotary.h"
 #include "attention.h"
+#include "latent.h"
 #include "adapters.h"
 
 namespace MDI_NS {
-
 constexpr int kMostThreads = 256;
+}
+
+#include "delta.h"
+
+namespace MDI_NS {
 
 // Memory of a stage that every frame uses again. Grows with the largest frame.
 struct Scratch {
@@ -19,11 +24,13 @@ struct Scratch {
     Buffer<const float*> bias;
     Buffer<int32_t> position;
   };
-  Buffer<float> normed, heads, attended, gate, up, result, chosen, expert, shifted;
-  Buffer<float> router, corrected, probability;
-  Buffer<int32_t> choice, adapter;
+  Buffer<float> normed, heads, attended, out_gate, gate, up, result, chosen, expert, shifted;
+  Buffer<float> router, corrected, of_groups, probability;
+  Buffer<float> low, queries, absorbed, latents;
+  Buffer<int32_t> choice, adapter, taken;
   Buffer<float> floats;
   ByteRows bytes;
+  DeltaScratch delta;
   PerThread threads[kMostThreads];
 };
 
@@ -92,25 +99,89 @@ class Runner {
 
   // x (n, n_embd) -> y: what attention makes of the normed rows, before the norm that may follow it.
   void attention_half(const MdiBlock& block, const float* x, float* y) {
-    float* heads = scratch_.heads.of((size_t)n_ * block.attention.qkv.n_out);
-    project(block, x, heads);
-    attend_heads(block, heads, y);
+    if (block.latent.kv_rank) return latent_half(block, x, y);
+    if (block.delta.n_head) return delta_half(block, x, y);
+    const MdiAttention& of = block.attention;
+    float* heads = scratch_.heads.of((size_t)n_ * of.qkv.n_out);
+    float* gate = of.out_gate.data ? scratch_.out_gate.of((size_t)n_ * of.out_gate.n_out) : nullptr;
+    project(block, x, heads, gate);
+    attend_heads(block, heads, y, gate);
   }
 
-  // x (n, n_embd) -> heads (n, queries, keys and values), without norms and positions.
-  void project(const MdiBlock& block, const float* x, float* heads) {
+  // The same of a block with a gated delta net.
+  void delta_half(const MdiBlock& block, const float* x, float* y) {
+    const MdiDelta& of = block.delta;
+    int size = of.v_size, wide = of.n_head * size;
+    float* qkv = scratch_.heads.of((size_t)n_ * of.qkv.n_out);
+    float* out_gate = scratch_.out_gate.of((size_t)n_ * wide);
+    float* gates = scratch_.router.of((size_t)n_ * of.gates.n_out);
+    float* given = scratch_.attended.of((size_t)n_ * wide);
     const float* normed = normalized(block.norm_1, x);
-    multiply(block.attention.qkv, normed, n_, heads);
+    Products products;
+    products.add(of.qkv, qkv), products.add(of.out_gate, out_gate), products.add(of.gates, gates);
+    multiply(products, normed, n_);
+    DeltaStates(of, stage_, frame_, team_, scratch_.delta).take_in(qkv, gates, given);
+    team_.run_rows(n_, [&](int m, int) {
+      for (int h = 0; h < of.n_head; h++) {
+        float* head = given + (int64_t)m * wide + h * size;
+        normalize(of.norm, head, size, head);
+        for (int i = 0; i < size; i += 16) {
+          F z = load_part(out_gate + (int64_t)m * wide + h * size + i, size - i);
+          store_part(head + i, mul(load_part(head + i, size - i), activate(z, kSilu)), size - i);
+        }
+      }
+    });
+    multiply(of.proj, given, n_, y);
+  }
+
+  // x (n, n_embd) -> heads (n, queries, keys and values), without norms and positions; gate: of what heads give, or null.
+  void project(const MdiBlock& block, const float* x, float* heads, float* gate = nullptr) {
+    const float* normed = normalized(block.norm_1, x);
+    Products products;
+    products.add(block.attention.qkv, heads);
+    if (gate) products.add(block.attention.out_gate, gate);
+    multiply(products, normed, n_);
     adapt(block, kQkv, normed, heads, block.attention.qkv.n_out);
   }
 
-  // heads as `project` gives them, changed in place -> y (n, n_embd).
-  void attend_heads(const MdiBlock& block, float* heads, float* y) {
+  // The same of latent attention. What makes keys and values of all heads is absorbed: queries are multiplied by the first half
+  // of it, results by the second (DeepSeek-V2, section 2.1.2).
+  void latent_half(const MdiBlock& block, const float* x, float* y) {
+    const MdiAttention& of = block.attention;
+    const MdiLatent& own = block.latent;
+    int n_head = of.n_head, size = of.head_size, nope = own.nope_size, wide = own.q_b.n_out;
+    const float* normed = normalized(block.norm_1, x);
+    float *rows = scratch_.heads.of((size_t)n_ * size), *queries = scratch_.queries.of((size_t)n_ * wide);
+    float* low = own.q_a.data ? scratch_.low.of((size_t)n_ * own.q_a.n_out) : nullptr;
+    Products products;
+    products.add(of.qkv, rows);
+    products.add(low ? own.q_a : own.q_b, low ? low : queries);
+    multiply(products, normed, n_);
+    if (low) {
+      int width = own.q_a.n_out;
+      team_.run_rows(n_, [&](int m, int) { normalize(own.norm_q, low + (int64_t)m * width, width, low + (int64_t)m * width); });
+      multiply(own.q_b, low, n_, queries);
+    }
+    float* absorbed = scratch_.absorbed.of((size_t)n_ * n_head * size);
+    of_heads(own.up_k, n_head, queries, wide, nope + of.rope_n_elem, absorbed, n_head * size, size);
+    place_latents(block, rows, queries, absorbed);
+    float* latents = scratch_.latents.of((size_t)n_ * n_head * own.kv_rank);
+    attend_latent_slices(block, absorbed, latents);
+    int values = n_head * own.value_size;
+    float* attended = scratch_.attended.of((size_t)n_ * values);
+    of_heads(own.up_v, n_head, latents, n_head * own.kv_rank, own.kv_rank, attended, values, own.value_size);
+    multiply(of.proj, attended, n_, y);
+    adapt(block, kAttentionProj, attended, y, stage_.n_embd);
+  }
+
+  // heads as `project` gives them, changed in place, and gate -> y (n, n_embd).
+  void attend_heads(const MdiBlock& block, float* heads, float* y, const float* gate = nullptr) {
     const MdiAttention& of = block.attention;
     int width = of.qkv.n_out, wide = of.n_head * of.head_size;
     prepare_heads(of, heads, width);
     float* attended = scratch_.attended.of((size_t)n_ * wide);
     attend_slices(of, heads, width, attended, wide);
+    if (gate) open_gates(gate, attended, wide, wide);
     multiply(of.proj, attended, n_, y);
     adapt(block, kAttentionProj, attended, y, stage_.n_embd);
   }
@@ -158,7 +229,7 @@ class Runner {
     const uint8_t* next_block = b + 1 < stage_.n_blocks ? stage_.blocks[b + 1].attention.qkv.data : nullptr;
     switch (what) {
       case kAttentionShare:
-        if (block.attention.n_head) attention_half(block, frame_.rows, y);
+        if (block.attention.n_head || block.delta.n_head) attention_half(block, frame_.rows, y);
         else std::memset(y, 0, sizeof(float) * (size_t)n_floats);
         return true;
       case kMlpShare:
@@ -188,11 +259,12 @@ class Runner {
 
   // Weights in one format each that read the same rows, and where their results go.
   struct Products {
+    static constexpr int kMostProducts = 3 * kMostPieces;
     struct One {
       const MdiMatrix* w;
       Out out;
     };
-    One all[2 * kMostPieces];
+    One all[kMostProducts];
     int n = 0;
 
     void add(const MdiMatrix& w, float* y) {
@@ -206,7 +278,7 @@ class Runner {
     const Products::One* all = products.all;
     for (int at = 0, end; at < products.n; at = end) {
       Rows rows = prepared(*all[at].w, x, n);
-      int first[2 * kMostPieces], total = 0;
+      int first[Products::kMostProducts], total = 0;
       for (end = at; end < products.n && read_the_same(*all[at].w, *all[end].w); end++) {
         first[end - at] = total;
         total += n_pieces(*all[end].w);
@@ -283,6 +355,17 @@ class Runner {
     });
   }
 
+  // y (n, width) *= sigmoid of gate (n, n_gates): each of its own, or all of a row by one. Not finite where the gate is not.
+  void open_gates(const float* gate, float* y, int width, int n_gates) {
+    team_.run_rows(n_, [&](int m, int) {
+      float* row = y + (int64_t)m * width;
+      for (int i = 0; i < width; i += 16) {
+        F g = n_gates == 1 ? splat(gate[m]) : load_part(gate + (int64_t)m * width + i, width - i);
+        store_part(row + i, mul(load_part(row + i, width - i), add(sigmoid(g), sub(g, g))), width - i);
+      }
+    });
+  }
+
   const float* normalized(const MdiNorm& norm, const float* x) {
     if (!norm.weight) return x;
     int width = stage_.n_embd;
@@ -331,10 +414,112 @@ class Runner {
   }
 
   PageView page_of(const MdiAttention& of, const MdiSlice& slice, int page, int group) const {
+    return view(of, page_bytes_of(of, slice, page), of.cache_layer, group);
+  }
+
+  // A matrix of each head in floats: head h of row m begins at x + m * width + h * size, its results at y + m * wide + h * each.
+  void of_heads(const MdiMatrix* w, int n_head, const float* x, int width, int size, float* y, int wide, int each) {
+    team_.run(n_head, [&](int h, int thread) {
+      int n_in = w[h].n_in, tile = tile_rows(w[h].format);
+      const float* from = x + (int64_t)h * size;
+      float* floats = scratch_.threads[thread].value.of((size_t)n_ * n_in);
+      for (int m = 0; n_ > 1 && m < n_; m++) interleave_row(from + (int64_t)m * width, m, n_, n_in, tile, floats);
+      multiply_panels(w[h], 0, n_panels(w[h]), {n_, n_ > 1 ? floats : from, nullptr}, {y + (int64_t)h * each, wide});
+    });
+  }
+
+  // Norms and positions of latent rows, which go to their pages, and what is rotated of queries, which goes behind the absorbed.
+  void place_latents(const MdiBlock& block, float* rows, const float* queries, float* absorbed) {
+    const MdiAttention& of = block.attention;
+    const MdiLatent& own = block.latent;
+    int size = of.head_size, rope = of.rope_n_elem, row0 = 0;
+    for (int s = 0; s < frame_.n_slices; row0 += frame_.slices[s].n_rows, s++) {
+      const MdiSlice& slice = frame_.slices[s];
+      team_.run_rows(slice.n_rows, [&](int r, int) {
+        int position = slice.start + r;
+        int64_t m = row0 + r, at = (int64_t)position * rope;
+        float* row = rows + m * size;
+        normalize(own.norm_kv, row, own.kv_rank, row);
+        rotate(row + own.kv_rank, of.cos + at, of.sin + at, rope, of.rope_interleaved);
+        append_latent(of, own.kv_rank, latent_page(of, slice, position / kPage), position % kPage, row);
+        for (int h = 0; h < of.n_head; h++) {
+          float* to = absorbed + (m * of.n_head + h) * size + own.kv_rank;
+          std::memcpy(to, queries + m * own.q_b.n_out + h * (own.nope_size + rope) + own.nope_size, sizeof(float) * (size_t)rope);
+          rotate(to, of.cos + at, of.sin + at, rope, of.rope_interleaved);
+        }
+      });
+    }
+  }
+
+  uint8_t* page_bytes_of(const MdiAttention& of, const MdiSlice& slice, int page) const {
     int c = of.cache_class;
     int64_t at = (&slice - frame_.slices) * stage_.n_classes + c;
     int64_t number = frame_.pages[at][page - frame_.first[at]];
-    return view(of, frame_.pool[c] + number * frame_.page_bytes[c], of.cache_layer, group);
+    return frame_.pool[c] + number * frame_.page_bytes[c];
+  }
+
+  PageView latent_page(const MdiAttention& of, const MdiSlice& slice, int page) const {
+    return latent_view(of, page_bytes_of(of, slice, page), of.cache_layer);
+  }
+
+  // absorbed (n, n_head, head_size) -> latents (n, n_head, kv_rank). A task takes a few heads of a few rows through all pages.
+  void attend_latent_slices(const MdiBlock& block, const float* absorbed, float* latents) {
+    int row0 = 0, n_parts = (block.attention.n_head + kQueries - 1) / kQueries;
+    for (int s = 0; s < frame_.n_slices;) {
+      int end = s;
+      while (end < frame_.n_slices && frame_.slices[end].n_rows == 1) end++;
+      if (end > s) {
+        team_.run((end - s) * n_parts, [&](int task, int thread) {
+          int i = task / n_parts;
+          attend_latent_rows(block, frame_.slices[s + i], 0, 1, row0 + i, task % n_parts, absorbed, latents, thread);
+        });
+        row0 += end - s, s = end;
+        continue;
+      }
+      const MdiSlice& slice = frame_.slices[s++];
+      team_.run((slice.n_rows + kRowBlock - 1) / kRowBlock * n_parts, [&](int task, int thread) {
+        int first = task / n_parts * kRowBlock, rest = slice.n_rows - first;
+        int n = rest < kRowBlock ? rest : kRowBlock;
+        attend_latent_rows(block, slice, first, n, row0 + first, task % n_parts, absorbed, latents, thread);
+      });
+      row0 += slice.n_rows;
+    }
+  }
+
+  // Rows [first, first + n) of a slice, which are rows row0, ... of the frame, of kQueries heads.
+  void attend_latent_rows(const MdiBlock& block, const MdiSlice& slice, int first, int n, int row0, int part, const float* absorbed,
+                          float* latents, int thread) {
+    const MdiAttention& of = block.attention;
+    int kv_rank = block.latent.kv_rank, first_head = part * kQueries, rest = of.n_head - first_head;
+    int k = rest < kQueries ? rest : kQueries;
+    Scratch::PerThread& own = scratch_.threads[thread];
+    int32_t* position = own.position.of((size_t)n * k);
+    float *weights = own.weights.of((size_t)k * kPage), *most = own.most.of((size_t)n * k), *total = own.total.of((size_t)n * k);
+    auto result = [&](int r) { return latents + ((int64_t)(row0 + r) * of.n_head + first_head) * kv_rank; };
+    for (int i = 0; i < n * k; i++)
+      position[i] = slice.start + first + i / k, most[i] = -__builtin_inff(), total[i] = 0;
+    for (int r = 0; r < n; r++) std::memset(result(r), 0, sizeof(float) * (size_t)k * kv_rank);
+    int lowest = position[0] - of.window + 1, highest = position[n * k - 1];
+    for (int p = of.window && lowest > 0 ? lowest / kPage : 0; p <= highest / kPage; p++) {
+      PageView page = latent_page(of, slice, p);
+      for (int r = 0; r < n; r++) {
+        Range seen = visible(position[r * k], p * kPage, of.window);
+        if (seen.first >= seen.end) continue;
+        Queries queries{nullptr, position + r * k, nullptr, weights, most + r * k, total + r * k, result(r), k};
+        const float* q = absorbed + ((int64_t)(row0 + r) * of.n_head + first_head) * of.head_size;
+        switch (of.cache_type) {
+          case kCacheFloat32: attend_latents<kCacheFloat32, kQueries>(of, kv_rank, page, p * kPage, q, queries, 0); break;
+          case kCacheBf16: attend_latents<kCacheBf16, kQueries>(of, kv_rank, page, p * kPage, q, queries, 0); break;
+          case kCacheFp16: attend_latents<kCacheFp16, kQueries>(of, kv_rank, page, p * kPage, q, queries, 0); break;
+          default: attend_latents<kCacheInt8, kQueries>(of, kv_rank, page, p * kPage, q, queries, 0);
+        }
+      }
+    }
+    for (int i = 0; i < n * k; i++) {
+      F inverse = splat(1.0f / total[i]);
+      float* to = result(i / k) + (int64_t)(i % k) * kv_rank;
+      for (int d = 0; d < kv_rank; d += 16) store(to + d, mul(load(to + d), inverse));
+    }
   }
 
   void attend_slices(const MdiAttention& of, const float* heads, int width, float* attended, int wide) {
@@ -431,6 +616,11 @@ class Runner {
     int width = stage_.n_embd, n_expert = of.n, k = of.n_used;
     bool is_apart = of.norm_router.weight;
     if (block.mlp.fc_1.data) mlp(block.mlp, x, n_, y);
+    if (of.shared_gate.data) {
+      float* gate = scratch_.router.of((size_t)n_);
+      multiply(of.shared_gate, x, n_, gate);
+      open_gates(gate, y, width, 1);
+    }
     if (is_apart) {
       normalize_rows(of.norm_behind_shared, y);
       x = normalized(of.norm_router, before);
@@ -440,7 +630,7 @@ class Runner {
     int32_t* choice = scratch_.choice.of((size_t)n_ * k);
     float* probability = scratch_.probability.of((size_t)n_ * k);
     for (int m = 0; m < n_; m++)
-      choose(of.correction, scores + (int64_t)m * n_expert, n_expert, k, choice + m * k, probability + m * k);
+      choose(of, scores + (int64_t)m * n_expert, choice + m * k, probability + m * k);
     for (int i = 0; of.scales && i < n_ * k; i++) probability[i] *= of.scales[choice[i]];
     if (is_apart) x = normalized(of.norm, before);
     float* sum = scratch_.expert.of((size_t)2 * n_ * width);
@@ -470,7 +660,9 @@ class Runner {
   // The k largest scores, in falling order, the lower number first among equals; and a softmax over them. With a correction,
   // scores become sigmoids, the k largest sums of both are taken, and their scores divided by what these add up to. NaN if any
   // score is not finite.
-  void choose(const float* correction, float* score, int n, int k, int32_t* choice, float* probability) {
+  void choose(const MdiExperts& of, float* score, int32_t* choice, float* probability) {
+    const float* correction = of.correction;
+    int n = of.n, k = of.n_used;
     float total = 0;
     for (int i = 0; i < n; i++) total += score[i] - score[i];
     const float* by = score;
@@ -481,17 +673,10 @@ class Runner {
         store_part(score + i, s, n - i);
         store_part(sums + i, add(s, load_part(correction + i, n - i)), n - i);
       }
+      if (of.n_groups > 1) keep_groups(of, sums);
       by = sums;
     }
-    for (int i = 0; i < k; i++) {
-      int best = -1;
-      for (int e = 0; e < n; e++) {
-        bool taken = false;
-        for (int j = 0; j < i; j++) taken = taken || choice[j] == e;
-        if (!taken && (best < 0 || by[e] > by[best])) best = e;
-      }
-      choice[i] = best;
-    }
+    take_largest(by, n, k, choice);
     alignas(64) float e[16];
     if (correction) total += 1e-20f;
     for (int i = 0; i < k; i++) {
@@ -501,6 +686,37 @@ class Runner {
       total += e[0];
     }
     for (int i = 0; i < k; i++) probability[i] /= total;
+  }
+
+  // Numbers of the k largest of n, in falling order, the lower number first among equals.
+  static void take_largest(const float* by, int n, int k, int32_t* choice) {
+    for (int i = 0; i < k; i++) {
+      int best = -1;
+      for (int e = 0; e < n; e++) {
+        bool taken = false;
+        for (int j = 0; j < i; j++) taken = taken || choice[j] == e;
+        if (!taken && (best < 0 || by[e] > by[best])) best = e;
+      }
+      choice[i] = best;
+    }
+  }
+
+  // Makes minus infinity of the sums of experts outside of the groups that are used.
+  void keep_groups(const MdiExperts& of, float* sums) {
+    int each = of.n / of.n_groups, most = of.n_scores > of.n_used_groups ? of.n_scores : of.n_used_groups;
+    int32_t* taken = scratch_.taken.of((size_t)most);
+    float* of_groups = scratch_.of_groups.of((size_t)of.n_groups);
+    for (int g = 0; g < of.n_groups; g++) {
+      take_largest(sums + g * each, each, of.n_scores, taken);
+      of_groups[g] = 0;
+      for (int i = 0; i < of.n_scores; i++) of_groups[g] += sums[g * each + taken[i]];
+    }
+    take_largest(of_groups, of.n_groups, of.n_used_groups, taken);
+    for (int g = 0; g < of.n_groups; g++) {
+      bool used = false;
+      for (int i = 0; i < of.n_used_groups; i++) used = used || taken[i] == g;
+      for (int e = g * each; !used && e < (g + 1) * each; e++) sums[e] = -__builtin_inff();
+    }
   }
 
   const MdiStage& stage_;

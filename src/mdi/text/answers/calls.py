@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mdi.text.answers.events import Call, Event, Text, Tools, n_begun
+from mdi.text.answers.events import Call, CallBegun, CallPiece, Event, Text, Tools, n_begun
 from mdi.text.answers.think import END_OF_THINK, THINK
 from mdi.text.answers.written import KEY, NAME, Written
 
@@ -43,6 +43,10 @@ _HEADS: dict[str, Head] = {
 }
 _LONGEST_HEAD = 256  # characters
 _BEGUN = re.compile(r'\s*(?:\[\s*)?\{\s*"name"\s*:\s*"([^"]*)')
+_OPENING = re.compile(r'\{\s*"name"\s*:\s*"([\w.-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.ASCII)
+_OPENING_BEGUN = re.compile(
+    r'\{("\w{0,4}("(:("[\w.-]{0,64}("(,("\w{0,10}("(:)?)?)?)?)?)?)?)?)?', re.ASCII
+)  # without blanks
 _FUNCTION = re.compile(r"<\w+>\s*<function=([^<>]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>]+)>")
 _END_OF_PARAMETER = "</parameter>"
@@ -102,9 +106,14 @@ class Calls:
     Args:
         tools: those that may be called.
         is_call: whether the answer is nothing but calls: of one that is cut off, nothing is text.
+        streams_calls: whether arguments that are JSON come in pieces, once it is known of which tool; then it is a call,
+            whatever follows.
     """
 
-    def __init__(self, tools: Tools, form: CallForm = CallForm(), is_call: bool = False) -> None:
+    def __init__(
+        self, tools: Tools, form: CallForm = CallForm(), is_call: bool = False, streams_calls: bool = False
+    ) -> None:  # fmt: skip
+        self._streams_calls = streams_calls
         self._ends = {**_ENDS, **form.ends}
         self._heads = {**_HEADS, **form.heads}
         self._behind = (*self._ends.values(), *form.behind)
@@ -129,6 +138,10 @@ class Calls:
         self._written: list[str] = []  # of it: its mark, what stands behind that, and the rest in pieces
         self._n_written = 0  # characters
         self._value = _JsonValue()
+        self._may_begin = False  # whether what came of the JSON may become a call that comes in pieces
+        self._begun: CallBegun | None = None  # the call that comes in pieces
+        self._arguments: _JsonValue | None = None  # its arguments, until their end
+        self._pieces: list[str] = []
 
     def feed(self, text: str) -> list[Event]:
         self._text, self._at = self._text[self._at :] + text, 0
@@ -141,6 +154,8 @@ class Calls:
         self._text, self._at = "", 0
         if self._step == self._behind_call:
             self._blanks = []
+        elif self._begun is not None:
+            self._end_call()
         elif self._step in (self._in_head, self._in_json, self._in_marks):
             self._written.append(rest)
             if self._step == self._in_marks and (calls := self._read("".join(self._written), self._schemas)):
@@ -204,7 +219,9 @@ class Calls:
         if found is not None:
             self._name, self._id = (found.groupdict().get(what) or "" for what in ("name", "id"))
             self._take(self._at + found.end())
-            self._step = self._in_json
+            self._step, self._may_begin = self._in_json, self._streams_calls
+            if self._name and self._may_begin:
+                self._begin_call(self._name)
             return True
         if len(head) < _LONGEST_HEAD and begun.fullmatch(head):
             return False
@@ -214,12 +231,52 @@ class Calls:
         return True
 
     def _in_json(self) -> bool:
+        if self._may_begin and not self._is_opened():
+            return False
         at = self._value.end_in(self._text, self._at)
-        self._take(len(self._text) if at < 0 else at)
+        to = len(self._text) if at < 0 else at
+        if self._arguments is not None:
+            end = self._arguments.end_in(self._text if at < 0 else self._text[:at], self._at)
+            self._pieces.append(self._text[self._at : to if end < 0 else end])
+            self._events.append(CallPiece(self._pieces[-1]))
+            self._arguments = None if end >= 0 else self._arguments
+        self._take(to)
         if at < 0:
             return False
+        if self._begun is not None:
+            return self._end_call()
         calls = self._calls_of(_parsed("".join(self._written[2:])))
         return self._add(calls) if calls else self._is_no_call()
+
+    def _is_opened(self) -> bool:
+        """Whether it is decided if what begins here is a call that comes in pieces; such a call is begun."""
+        begun = self._text[self._at : self._at + _LONGEST_HEAD]
+        found = _OPENING.match(begun)
+        if found is None and len(begun) < _LONGEST_HEAD and _OPENING_BEGUN.fullmatch(_BLANKS.sub("", begun)):
+            return False
+        self._may_begin = False
+        if found is not None and found[1] in self._schemas:
+            self._value.end_in(found[0], 0)
+            self._take(self._at + found.end())
+            self._begin_call(found[1])
+        return True
+
+    def _begin_call(self, name: str) -> None:
+        self._may_begin = False
+        if name in self._schemas:
+            self._begun, self._arguments, self._pieces = CallBegun(name, self._own_id()), _JsonValue(), []
+            self._events.append(self._begun)
+
+    def _end_call(self) -> bool:
+        assert self._begun is not None
+        call, self._begun, self._arguments = self._begun, None, None
+        return self._add([Call(call.name, "".join(self._pieces), call.id)])
+
+    def _own_id(self) -> str:
+        """What the model calls the call, unless it has called another one so."""
+        own = "" if self._id in self._ids else self._id
+        self._ids.add(own)
+        return own
 
     def _in_marks(self) -> bool:
         """Between two marks, but no JSON."""
@@ -306,9 +363,8 @@ class Calls:
             arguments = one.get("arguments", one.get("parameters", {})) if isinstance(one, dict) else None
             if not isinstance(name, str) or name not in self._schemas or not isinstance(arguments, dict | str):
                 return []
-            own = "" if self._id in self._ids else self._id
-            self._ids.add(own)
-            calls.append(Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments), own))
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            calls.append(Call(name, written, self._own_id()))
         return calls
 
 

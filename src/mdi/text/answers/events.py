@@ -29,6 +29,19 @@ class Call(NamedTuple):
     id: str = ""
 
 
+class CallBegun(NamedTuple):
+    """A call whose arguments come in pieces. The call itself follows them, whatever its arguments turn out to be."""
+
+    name: str
+    id: str = ""
+
+
+class CallPiece(NamedTuple):
+    """A piece of the arguments of the call that has begun, as the model writes them."""
+
+    text: str
+
+
 class End(NamedTuple):
     """The last event; `reason` is "stop", or "length" if the answer was cut off. `stop` is the stop string that ended it."""
 
@@ -36,7 +49,7 @@ class End(NamedTuple):
     stop: str = ""
 
 
-Event = Text | Reasoning | Call | End
+Event = Text | Reasoning | CallBegun | CallPiece | Call | End
 Tools = Sequence[Mapping[str, Any]]  # as OpenAI's API has them
 
 

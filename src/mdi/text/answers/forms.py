@@ -35,7 +35,7 @@ class Form:
     """
 
     special: tuple[str, ...] = ()
-    first: Callable[[Tools | None], Parser] | None = None
+    first: Callable[[Tools | None, bool], Parser] | None = None
     thinks: tuple[str, str] | None = None
     calls: CallForm = CallForm()
     messages: Callable[[Messages], Messages] = _as_they_are
@@ -43,11 +43,13 @@ class Form:
     quiet: str = ""
     is_plain: bool = False
 
-    def parsers(self, tools: Tools | None, begins_in_reasoning: bool, is_call: bool) -> list[Parser]:
+    def parsers(
+        self, tools: Tools | None, begins_in_reasoning: bool, is_call: bool, streams_calls: bool = False
+    ) -> list[Parser]:  # fmt: skip
         """What an answer goes through: the text of each is the next one's. See AnswerStream."""
-        found: list[Parser] = [self.first(tools)] if self.first is not None else []
+        found: list[Parser] = [self.first(tools, streams_calls)] if self.first is not None else []
         found += [Thoughts(begins_in_reasoning, self.thinks)] if self.thinks is not None else []
-        return [*found, Calls(tools, self.calls, is_call)] if tools else found
+        return [*found, Calls(tools, self.calls, is_call, streams_calls)] if tools else found
 
     def begins_in_reasoning(self, prompt: str) -> bool:
         """Whether a prompt ends with the mark behind which a model reasons."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mdi.text.answers.calls import CallForm, written_call
-from mdi.text.answers.events import Call, Event, Mark, Reasoning, Text, Tools
+from mdi.text.answers.events import Call, CallBegun, CallPiece, Event, Mark, Reasoning, Text, Tools
 from mdi.text.answers.written import NAME, Written
 
 ENDS = ("<|return|>", "<|call|>")
@@ -27,9 +27,11 @@ HARMONY_CALLS = CallForm(written=Written(f"<|channel|>commentary to=functions.{N
 class Channels:
     """Args:
     tools: those that may be called; a call of another one is text. None: any.
+    streams_calls: whether arguments come in pieces.
     """
 
-    def __init__(self, tools: Tools | None) -> None:
+    def __init__(self, tools: Tools | None, streams_calls: bool = False) -> None:
+        self._streams_calls = streams_calls
         self._names = None if tools is None else {tool["function"]["name"] for tool in tools}
         self._header: str | None = ""  # None within a message; the prompt ends where the first one's begins
         self._kind: type[Text | Reasoning | Call] = Text  # of the message that was begun last
@@ -52,7 +54,7 @@ class Channels:
     def close(self, is_cut: bool) -> list[Event]:
         if self._header and not self._begun and "<|" not in self._header:  # a model that does not write in channels
             return [Text(self._header)]
-        return [] if is_cut and self._kind is Call else self._end()
+        return [] if is_cut and self._kind is Call and not self._is_streamed else self._end()
 
     def _open(self, header: str) -> list[Event]:
         """Begin the message that a header announces; returns what stands before its text."""
@@ -64,7 +66,14 @@ class Channels:
             self._kind = Reasoning
         is_first = self._kind not in self._begun
         self._begun.add(self._kind)
+        if self._is_streamed:
+            return [CallBegun(self._name)]
         return [] if is_first or self._kind is Call else self._say(_BETWEEN)
+
+    @property
+    def _is_streamed(self) -> bool:
+        """Whether the message that was begun last is a call that comes in pieces."""
+        return self._streams_calls and self._kind is Call and (self._names is None or self._name in self._names)
 
     def _end(self) -> list[Event]:
         """End the message that is under way, if one is."""
@@ -80,7 +89,7 @@ class Channels:
     def _say(self, text: str) -> list[Event]:
         if self._kind is Call:
             self._arguments.append(text)
-            return []
+            return [CallPiece(text)] if self._is_streamed else []
         return [Text(text) if self._kind is Text else Reasoning(text)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mdi.text.answers.calls import written_call
-from mdi.text.answers.events import Call, End, Event, Mark, Reasoning, Text, Tools
+from mdi.text.answers.events import Call, CallPiece, End, Event, Mark, Reasoning, Text, Tools
 from mdi.text.answers.forms import Form
 from mdi.text.answers.think import END_OF_THINK, THINK
 from mdi.text.texts import Detokenizer, StopMatcher, TextCodec
@@ -20,6 +20,7 @@ class AnswerStream:
         begins_in_reasoning: whether the prompt ends with <think>.
         is_call: whether the answer is nothing but calls.
         continues: whether it continues other text.
+        streams_calls: whether arguments come in pieces, where the form lets tell early that a call is one.
 
     Attributes:
         is_stopped: whether a stop string has been met; nothing but the end comes after it.
@@ -28,10 +29,11 @@ class AnswerStream:
     def __init__(
         self, codec: TextCodec, form: Form, stop: Sequence[str] = (), tools: Tools | None = (),
         begins_in_reasoning: bool = False, is_call: bool = False, continues: bool = False,
+        streams_calls: bool = False,
     ) -> None:  # fmt: skip
         self._codec = codec
         self._marks = {i: Mark(mark) for i, mark in codec.special_marks.items() if mark in form.special}
-        self._parsers = form.parsers(tools, begins_in_reasoning, is_call)
+        self._parsers = form.parsers(tools, begins_in_reasoning, is_call, streams_calls)
         self._detokenizer, self._matcher = Detokenizer(codec, continues), StopMatcher(stop)
         self._drops_blank = form.is_plain and not continues
         self.is_stopped = False
@@ -84,9 +86,9 @@ def joined(events: Iterable[Event]) -> list[Event]:
     """Events without empty pieces, and with pieces of one kind that follow each other as one."""
     found: list[Event] = []
     for event in events:
-        if isinstance(event, Text | Reasoning):
+        if isinstance(event, Text | Reasoning | CallPiece):
             last = found[-1] if found else None
-            if isinstance(last, Text | Reasoning) and type(last) is type(event):
+            if isinstance(last, Text | Reasoning | CallPiece) and type(last) is type(event):
                 found[-1] = last._replace(text=last.text + event.text)
                 continue
             if not event.text:
@@ -122,6 +124,6 @@ class InlineStream:
                 text += THINK if self._is_open else f"{END_OF_THINK}\n\n"
             if isinstance(event, Call):
                 text += f"<tool_call>{written_call(event.name, event.arguments)}</tool_call>"
-            elif not isinstance(event, End):
+            elif isinstance(event, Text | Reasoning):
                 text += event.text
         return text

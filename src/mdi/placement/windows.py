@@ -1,0 +1,92 @@
+"""Windows of weights of nodes that are given less memory than their blocks take: what each reads for a frame."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.parts import part_of
+from mdi.checkpoint.shapes import BLOCKS, shapes_of
+from mdi.errors import LimitError, PlacementError
+from mdi.model.plain import ModelConfig, spec_of
+from mdi.placement.cost import CostModel
+from mdi.placement.model import ModelShape, Workload
+from mdi.placement.profile import UNLIMITED, ClusterProfile
+from mdi.spec.window import WindowMemory, WindowOptions
+from mdi.stages.building import PROMPT_ROWS, prompt_rows
+from mdi.stages.window_budget import RunMemory, WindowPlan, choose_window, work_bytes
+from mdi.stages.window_files import PAGE_BYTES, StoredMatrix, Unit, WeightBytes, block_units
+
+_NOWHERE = cast(WeightBytes, None)  # the file of units of which only the sizes matter
+
+
+def units_of(
+    config: ModelConfig, form: str, start: int, stop: int, is_starter: bool
+) -> tuple[list[Unit], StoredMatrix | None]:
+    """Units of the blocks [start, stop) and, on a starter, the head, as a chunk in this format would have them."""
+    packing, at = Packing(form, form), 0
+    parts: dict[str, dict[str, StoredMatrix]] = {f"block.{i}": {} for i in range(start, stop)}
+    head = None
+    for name, shape in shapes_of(config).items():
+        if (packed := packing.format_of(name, shape)) is None:
+            continue
+        stored = StoredMatrix(name, packed, shape[0], shape[1], _NOWHERE, at)
+        part = part_of(name)
+        if part in parts:
+            parts[part][name] = stored
+        elif is_starter and not name.startswith(BLOCKS):
+            head = stored
+        at += -(-stored.n_bytes // PAGE_BYTES) * PAGE_BYTES
+    return block_units(parts), head
+
+
+class NodeWindows:
+    """The windows of the nodes of a profile that have a limit (`NodeProfile.window_bytes`).
+
+    Args:
+        config: of the model in `shape`.
+    """
+
+    def __init__(self, config: ModelConfig, shape: ModelShape, profile: ClusterProfile, workload: Workload) -> None:
+        self._config, self._shape, self._profile, self._workload = config, shape, profile, workload
+        self._spec = spec_of(config)
+        self.prompt_rows = prompt_rows(WindowMemory(), self._spec)
+        self._plans: dict[tuple[int, int, int], WindowPlan | None] = {}
+
+    @property
+    def without_limits(self) -> ClusterProfile:
+        """The cluster as if memory limited none of these nodes: windows are fitted into what there is."""
+        nodes = tuple(replace(n, memory_bytes=UNLIMITED) if n.window_bytes else n for n in self._profile.nodes)
+        return replace(self._profile, nodes=nodes)
+
+    def reads_s(self, i: int, start: int, stop: int) -> float:
+        plan = self.plan(i, start, stop)
+        return 0.0 if plan is None else plan.pass_bytes / self._profile.nodes[i].disk_read_bytes_s
+
+    def plan(self, i: int, start: int, stop: int) -> WindowPlan | None:
+        """The window of node `i` for the blocks [start, stop); None: it has all of them in memory.
+
+        Raises:
+            PlacementError: its limit is too low for any window, or nobody knows how fast its disk is.
+        """
+        node = self._profile.nodes[i]
+        if not node.window_bytes:
+            return None
+        if not node.disk_read_bytes_s:
+            raise PlacementError(f"{node.name} has a window of weights, and the profile does not say disk_read_bytes_s")
+        key = i, start, stop
+        if key not in self._plans:
+            cost = CostModel(self._profile, self._shape, self._workload)
+            caches = int(cost.caches[stop] - cost.caches[start]) // self._workload.n_sequences
+            tables = self._shape.table_bytes * self._workload.sequence_length
+            n_rows = self._workload.n_sequences
+            run = RunMemory(caches + tables, n_rows, work_bytes(self._spec, PROMPT_ROWS + n_rows, n_rows))
+            units, head = units_of(self._config, self._shape.format, start, stop, is_starter=i == 0)
+            taken = node.process_bytes + self._shape.runtime_bytes
+            try:
+                options = WindowOptions(memory=node.window_bytes)
+                self._plans[key] = choose_window(node.name, options, units, head, run, taken)
+            except LimitError as e:
+                raise PlacementError(str(e)) from None
+        return self._plans[key]

@@ -1,0 +1,153 @@
+"""The time to the first token of a prompt: numbers that were worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from litgpt.config import Config
+
+from clusters import MB, block, cluster, model, node
+from mdi.checkpoint.hfconfig import published_config
+from mdi.errors import PlacementError
+from mdi.model.plain import ModelConfig
+from mdi.placement.cost import CostModel, LinkSpeed, seconds
+from mdi.placement.model import Workload, model_shape
+from mdi.placement.parallel import merged
+from mdi.placement.plan import plan
+from mdi.placement.profile import HOP_S, ClusterProfile, NodeProfile
+from mdi.placement.prompts import Piece, pieces, ring_first_token_s, tensor_first_token_s
+from mdi.placement.tensor_plan import plan_tensor
+from mdi.placement.windows import NodeWindows
+
+HEAD_S = 3e-3
+BLOCK_S = ((1, 1e-3), (64, 10e-3), (128, 20e-3))
+LINK_S = HOP_S + 150e-6
+RATE = 1e9  # multiplications of attention per second
+
+
+def cost_of(n_nodes: int, **changes: object) -> CostModel:
+    nodes = [
+        node(f"n{i}", block_s=BLOCK_S, head_s=((1, HEAD_S),), attention_macs_s=RATE, **changes) for i in range(n_nodes)
+    ]
+    return CostModel(cluster(*nodes), model(), Workload(1, 1000))
+
+
+def test_a_prompt_is_cut_into_pieces() -> None:
+    assert list(pieces(130)) == [Piece(0, 64, False), Piece(64, 64, False), Piece(128, 2, True)]
+    assert list(pieces(64)) == [Piece(0, 64, True)]
+
+
+def test_one_node_computes_one_piece_after_the_other() -> None:
+    assert ring_first_token_s(cost_of(1), (0,), (6,), 192) == pytest.approx(3 * 6 * 10e-3 + HEAD_S)
+
+
+def test_stages_of_a_ring_work_at_the_same_time() -> None:
+    """Of stages of 10, 30 and 20 ms the slowest sets the pace; a frame for each node is under way."""
+    link = LINK_S + 64 * 4096 / 125e6
+    home = LINK_S  # rows that give no logits do not travel back
+    got = ring_first_token_s(cost_of(3), (0, 1, 2), (1, 3, 2), 4 * 64)
+    assert got == pytest.approx(0.01 + link + 4 * 0.03 + link + 0.02 + home + 4096 / 125e6 + HEAD_S)
+    lone = ring_first_token_s(cost_of(3), (0, 1, 2), (1, 3, 2), 4 * 64, n_frames=1)
+    assert lone == pytest.approx(4 * (0.06 + 2 * link + home) + 4096 / 125e6 + HEAD_S)
+
+
+def test_attention_takes_longer_the_more_positions_a_row_sees() -> None:
+    cost = cost_of(1)
+    looking = replace(block(), look_macs=1000)
+    windowed = replace(looking, window=100)
+    shape = model(blocks=(looking, windowed, block(), block(), block(), block()))
+    found = CostModel(cost.profile, shape, cost.workload)
+    more = ring_first_token_s(found, (0,), (6,), 192) - ring_first_token_s(cost, (0,), (6,), 192)
+    seen = sum(p + 1 for p in range(192)), sum(min(p + 1, 100) for p in range(192))
+    assert more == pytest.approx(1000 * sum(seen) / RATE)
+    state = CostModel(cost.profile, model(blocks=(replace(block(), state_macs=5000),) * 6), cost.workload)
+    more = ring_first_token_s(state, (0,), (6,), 192) - ring_first_token_s(cost, (0,), (6,), 192)
+    assert more == pytest.approx(6 * 5000 * 192 / RATE)
+
+
+@pytest.mark.parametrize("window", [None, 1, 30, 64, 100, 128, 500])
+@pytest.mark.parametrize("start", [0, 40, 100, 1000])
+def test_positions_that_rows_see(window: int | None, start: int) -> None:
+    of = replace(block(), look_macs=1, window=window)
+    seen = sum(min(start + j + 1, window or 10**9) for j in range(64))
+    assert of.attention_macs(start, 64) == pytest.approx(seen)
+
+
+def test_rows_without_logits_skip_the_blocks_that_only_read() -> None:
+    cost = cost_of(1)
+    skipping = CostModel(cost.profile, replace(cost.shape, skipped_from=2), cost.workload)
+    assert ring_first_token_s(skipping, (0,), (6,), 192) == pytest.approx(3 * 2 * 10e-3 + 4 * 1e-3 + HEAD_S)
+    shape = model_shape(published_config("gemma-4-E2B"), "int8")  # type: ignore[arg-type]
+    assert shape.skipped_from == 15 and shape.n_layer == 35
+    assert model_shape(published_config("gemma-4-31B"), "int8").skipped_from is None  # type: ignore[arg-type]
+
+
+def test_a_group_sums_the_rows_of_each_piece() -> None:
+    cost = cost_of(2)
+    shared = plan_tensor(cost)
+    sums = 6 * 2 * seconds("exchange", 2, 64 * 4096, LinkSpeed(150e-6, 125e6))
+    assert tensor_first_token_s(cost, shared, 128) == pytest.approx(2 * (6 * 10e-3 / 2 + sums) + HEAD_S)
+
+
+def test_a_group_in_a_ring_computes_attention_together() -> None:
+    nodes = tuple(node(name, block_s=BLOCK_S, attention_macs_s=RATE, group="g") for name in "ab")
+    one, _ = merged(cluster(node("s"), *nodes), model(), Workload(1, 100))
+    assert [found.attention_macs_s for found in one.nodes] == [0.0, 2 * RATE]
+
+
+LLAMA = ModelConfig.from_litgpt(Config.from_name("tiny-llama-1.1b"))
+
+
+def windowed(*limits_mb: int) -> tuple[ClusterProfile, NodeWindows]:
+    nodes: list[NodeProfile] = [
+        node(f"n{i}", block_s=BLOCK_S, head_s=((1, HEAD_S),), disk_read_bytes_s=100e6, window_bytes=n * MB)
+        for i, n in enumerate(limits_mb)
+    ]
+    profile = cluster(*nodes)
+    shape = model_shape(LLAMA, "int8")
+    return profile, NodeWindows(LLAMA, shape, profile, Workload(1, 256))
+
+
+def test_what_a_window_reads_is_part_of_the_time() -> None:
+    profile, windows = windowed(600)
+    shape = model_shape(LLAMA, "int8")
+    found = plan(profile, shape, Workload(1, 256), windows=windows, prompt_tokens=200)
+    (one,) = found.nodes
+    assert one.read_bytes > 0.5e9 and one.read_s == pytest.approx(one.read_bytes / 100e6)
+    assert one.memory.weights < 600 * MB < one.read_bytes + one.memory.weights and one.free_bytes == 600 * MB
+    assert found.tokens_s == pytest.approx(1 / one.read_s)
+    assert found.first_token is not None
+    assert found.first_token.seconds == pytest.approx(one.read_s + HEAD_S, rel=1e-2), "a piece has up to 256 rows"
+    assert "window:   n0 keeps" in plan_text(found) and "to the first token of 200 tokens" in plan_text(found)
+
+
+def plan_text(found: object) -> str:
+    from mdi.placement.plan import format_plan
+
+    return format_plan(found)  # type: ignore[arg-type]
+
+
+def test_one_frame_goes_round_where_weights_are_read() -> None:
+    profile, windows = windowed(400, 400)
+    found = plan(profile, model_shape(LLAMA, "int8"), Workload(4, 256), windows=windows, prompt_tokens=200)
+    assert (found.n_frames, found.n_rows) == (1, 4)
+    whole = sum(one.stage_s + one.link_s for one in found.nodes)
+    assert found.tokens_s == pytest.approx(4 / whole)
+    assert [one.read_s > 0 for one in found.nodes] == [True, True]
+
+
+def test_a_node_with_memory_enough_reads_nothing() -> None:
+    profile, windows = windowed(3000)
+    (one,) = plan(profile, model_shape(LLAMA, "int8"), Workload(1, 256), windows=windows).nodes
+    assert one.read_bytes == 0
+
+
+def test_windows_that_cannot_be_are_refused() -> None:
+    profile, windows = windowed(30)
+    with pytest.raises(PlacementError, match="30.0 MB of memory are not enough for n0"):
+        plan(profile, model_shape(LLAMA, "int8"), Workload(1, 256), windows=windows)
+    profile = replace(profile, nodes=(replace(profile.nodes[0], disk_read_bytes_s=0.0),))
+    windows = NodeWindows(LLAMA, model_shape(LLAMA, "int8"), profile, Workload(1, 256))
+    with pytest.raises(PlacementError, match="disk_read_bytes_s"):
+        plan(profile, model_shape(LLAMA, "int8"), Workload(1, 256), windows=windows)
