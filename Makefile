@@ -4,6 +4,7 @@ VENV := .venv
 REFERENCES := .venv-references
 CLIENTS := .venv-clients
 LM_EVAL := .venv-lm-eval
+MUTATION := .venv-mutants
 PY := $(VENV)/bin/python
 # On x86 Linux without a GPU, PyTorch's CPU build is ten times smaller (ARM boards get it without the flag):
 #   make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
@@ -24,7 +25,7 @@ NUMERICAL := $(addprefix tests/,$(addprefix kernels/test_,features.py kernel_blo
 FAST := $(addprefix tests/test_,$(addsuffix .py,scheduler sequence sampling prefixes pace engine wire encoding channel link stuck)) \
   tests/recovery/test_policy.py tests/recovery/test_replays.py tests/kernels/test_layout.py tests/kernels/test_free_cores.py
 
-.PHONY: help demo serve test slow fast numerical references clients lm-eval real real-table lint types check kernels sanitize wheels first-hour bench figures venv clean
+.PHONY: help demo serve test slow fast numerical references clients lm-eval real real-table mutants lint types check kernels sanitize wheels first-hour bench figures venv clean
 
 help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
@@ -37,6 +38,7 @@ help:
 	@echo "make lm-eval     installs lm-eval beside the project (0.9 GB); the suite then has it score a model over the server"
 	@echo "make real   fetches two published models, tokenizers and templates (0.5 GB), and compares with transformers and llama.cpp"
 	@echo "make real-table  what each weight format costs those models: memory, speed, perplexity (docs/models.md)"
+	@echo "make mutants   changes single expressions of pure modules for ten minutes: which changes does no test see?"
 	@echo "make numerical  the tests of numbers again, as on processors with fewer instructions"
 	@echo "make check  lint, types and all tests, as the CI does"
 	@echo "make kernels    compiles the kernels now; otherwise their first use does"
@@ -131,6 +133,15 @@ real: $(VENV)/.installed-dev $(REFERENCES)/.installed
 	@PYTHONPATH=src:tests HF_HUB_OFFLINE=1 $(REFERENCES)/bin/python -m real.write_expected
 	$(PY) -m pytest -n 2 --dist loadfile tests/real
 
+$(MUTATION)/.installed: requirements-mutants.txt
+	@$(PYTHON) -m venv $(MUTATION)
+	$(MUTATION)/bin/python -m pip install --disable-pip-version-check -r requirements-mutants.txt
+	@touch $@
+
+# MUTANTS="--minutes 60 --seed 2 sampling" says for how long, which ones are drawn, and of which modules.
+mutants: $(VENV)/.installed-dev $(MUTATION)/.installed
+	$(MUTATION)/bin/python .ci/mutants $(MUTANTS)
+
 real-table: $(VENV)/.installed
 	$(PY) benchmarks/real_table.py
 
@@ -179,4 +190,4 @@ figures: $(VENV)/.installed
 	$(PY) benchmarks/draw_figures.py
 
 clean:
-	rm -rf $(VENV) $(REFERENCES) $(CLIENTS) $(LM_EVAL) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf $(VENV) $(REFERENCES) $(CLIENTS) $(LM_EVAL) $(MUTATION) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

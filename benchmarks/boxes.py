@@ -116,24 +116,12 @@ def row(model: str, config: str, weights: str, n_nodes: int, box: Box) -> list[s
     ]  # fmt: skip
 
 
-def measured_row() -> list[str]:
-    """The medians of one machine, as two nodes of a core each."""
-    results = ROOT / "benchmarks" / "results"
-    one, many = (json.loads((results / f"{name}.json").read_text())["medians"] for name in ("one-stream", "sixteen"))
-    return [
-        "TinyLlama 1.1B's shape, int8", "2 cores of a Xeon, a node on each", "not measured", "not measured",
-        rate(many["ring int8 x2"]["decode_tokens_per_s"], ""), "not measured",
-        f"without RPC, on both cores: {rate(one['llama.cpp q8_0 x1']['decode_tokens_per_s'], '')} (one core); "
-        f"{rate(many['llama.cpp q8_0 x2']['decode_tokens_per_s'], '')}",
-    ]  # fmt: skip
-
-
 def table() -> str:
     head = [
         "model", "machines", "memory of the fullest node", "one text, tokens/s", "16 texts, tokens/s",
         "16 texts, one machine alone", "llama.cpp's RPC: one text; 16",
     ]  # fmt: skip
-    rows = [head, ["---"] * len(head), *(row(*case) for case in CASES), measured_row()]
+    rows = [head, ["---"] * len(head), *(row(*case) for case in CASES)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 

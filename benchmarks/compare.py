@@ -41,7 +41,7 @@ from side_by_side.runner import run_scenario, say  # noqa: E402
 from side_by_side.scenario import Outcome, Scenario  # noqa: E402
 from side_by_side.scenarios import PER_SET, SCENARIOS, grid  # noqa: E402
 from side_by_side.setup import FORMATS, Setup  # noqa: E402
-from side_by_side.tables import PROCESSORS, fill, overview, scenario_table, sets_table  # noqa: E402
+from side_by_side.tables import PROCESSORS, all_medians, fill, overview, scenario_table, sets_table  # noqa: E402
 
 DOCUMENT = ROOT / "benchmarks" / "RESULTS.md"
 FIGURE = ROOT / "assets" / "speed.svg"
@@ -131,10 +131,9 @@ def write_documents(args: argparse.Namespace) -> None:
     if not results:
         raise SystemExit(f"error: no results in {args.results}: run some scenarios first")
     text = DOCUMENT.read_text(encoding="utf-8")
-    text = fill(text, "overview", f"{overview(results)}\n\n{conditions(results)}")
-    for result in results:
-        if result["name"] not in PER_SET:
-            text = fill(text, result["name"], scenario_table(result))
+    for_all = [result for result in results if result["name"] not in PER_SET]
+    text = fill(text, "overview", f"{overview(for_all)}\n\n{conditions(results)}")
+    text = fill(text, "medians", all_medians(for_all))
     text = fill(text, "sets", sets_table(results))
     DOCUMENT.write_text(text, encoding="utf-8")
     draw(results, FIGURE)

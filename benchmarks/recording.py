@@ -3,6 +3,8 @@
     python benchmarks/recording.py            three machines (network namespaces, links of 20 ms one way); needs root and `ip`
     python benchmarks/recording.py --draw     only draws results/recording.json again
 
+The model is SmolLM2-135M-Instruct, which `make real` fetches; --model takes another one.
+
 Everything in the picture was printed by the commands, at the time at which it appears. The script ends with an error if the
 text is not the one that a single machine writes.
 """
@@ -28,13 +30,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RAW = ROOT / "benchmarks" / "results" / "recording.json"
 PICTURE = ROOT / "assets" / "killed-node.svg"
-MODEL = ROOT / "assets" / "nano-llama"
+MODEL = Path("~/.cache/mdi-llm/real/models/SmolLM2-135M-Instruct.Q4_1.gguf").expanduser()
 DELAY_S = 0.02
-N_TOKENS = 150
-KILL_AFTER = 45  # tokens, about
-PROMPT = "ROMEO:"
-DEADLINE_S = 60.0
-FLAGS = ("--ckpt", str(MODEL), "--prompt", PROMPT, "--n-tokens", str(N_TOKENS), "--seed", "7", "--n-samples", "1")
+N_TOKENS = 130
+KILL_AFTER = 250  # characters of the text
+PROMPT = "Write a short story about a lighthouse keeper."
+DEADLINE_S = 180.0  # without a word; the first start packs the weights
+FLAGS = ("--prompt", PROMPT, "--n-tokens", str(N_TOKENS), "--temperature", "0", "--n-samples", "1", "--quantize", "own")
 
 WIDTH, ROWS, LINE, CHAR, TOP = 100, 20, 19, 8.4, 76  # columns and rows of the terminal; pixels
 LOSS = "is lost|listens on|the texts wait|blocks are now|ring restored"
@@ -46,22 +48,24 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "mdi.cli", *map(str, words)]
 
 
-def record() -> dict[str, Any]:
+def record(model: Path) -> dict[str, Any]:
     """Run it; what the starter's terminal got, and when. Raises RuntimeError if something else happens than is to be shown."""
     sys.path.insert(0, str(ROOT / "src"))
     from slow_hosts import SlowHosts
 
+    flags = ("--ckpt", str(model), *FLAGS)
+
     with tempfile.TemporaryDirectory() as folder:
         own = {"PYTHONPATH": str(ROOT / "src"), "MDI_KEY_FILE": "", "COLUMNS": str(WIDTH), "TERM": "xterm"}
         environment = {**os.environ, **own, "XDG_CONFIG_HOME": f"{folder}/starter"}
-        alone = subprocess.run(command("sample", *FLAGS, "--json"), env=environment, capture_output=True, check=True)
+        alone = subprocess.run(command("sample", *flags, "--json"), env=environment, capture_output=True, check=True)
         hosts = SlowHosts(3, DELAY_S)
         running: list[subprocess.Popen[bytes]] = []
         main, side = pty.openpty()
         try:
             start = ["ip", "netns", "exec"]
             words = command(
-                "starter", "--machines", 3, "--addr", hosts.address(0), "--placement", "even", "--no-journal", *FLAGS
+                "starter", "--machines", 3, "--addr", hosts.address(0), "--placement", "even", "--no-journal", *flags
             )
             begin = time.monotonic()
             running.append(
@@ -94,7 +98,7 @@ def record() -> dict[str, Any]:
                         )
                         log.close()
                 written = text.partition("\n" + PROMPT)[2]
-                if killed_s is None and len(written) > KILL_AFTER * 2:
+                if killed_s is None and len(written) > KILL_AFTER:
                     running[1].send_signal(signal.SIGKILL)
                     killed_s = round(time.monotonic() - begin, 3)
         finally:
@@ -186,11 +190,12 @@ def _shown(name: str, first_s: float, last_s: float, end_s: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", action="store_true", help="draw the recording that there is")
+    parser.add_argument("--model", type=Path, default=MODEL, help="the GGUF file or folder of the model")
     args = parser.parse_args()
     if not args.draw:
         from records import save
 
-        save(RAW, record())
+        save(RAW, record(args.model))
     PICTURE.write_text(draw(json.loads(RAW.read_text())))
     print(f"{PICTURE}: {PICTURE.stat().st_size / 1000:.0f} kB")
 

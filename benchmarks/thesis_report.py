@@ -16,7 +16,6 @@ SYSTEMS = {
     "gpt2": ("GPT-2: no caches, context of 1024", "thesis-gpt2.svg"),
     "llama": ("Llamas: rotating KV caches", "thesis-llama.svg"),
 }
-SAMPLE_CHARACTERS = 400
 GUESSING_NATS = 4.17  # ln 65
 
 
@@ -94,24 +93,26 @@ def speed_table(models: Sequence[Model], runs: dict[str, Any]) -> str:
 
 
 def memory_table(models: Sequence[Model], runs: dict[str, Any]) -> str:
-    lines = [
-        "| model | nodes | blocks | GB per node here | GB per node in the thesis |",
-        "|---|---|---|---|---|",
-    ]
+    """A row for each model; what belongs to one, two and three nodes stands between semicolons."""
+    lines = ["| model | blocks of 1; 2; 3 nodes | GB per node here | GB per node in the thesis |", "|---|---|---|---|"]
     for model in models:
-        for n_nodes in (1, 2, 3):
-            held = memory(runs, model, n_nodes)
-            if held is None:
-                continue
-            cut = " + ".join(map(str, model.cuts[n_nodes]))
-            theirs = model.memory_gb[n_nodes]
-            cells = [model.title, str(n_nodes), cut, shown(held), "did not fit" if theirs is None else shown(theirs)]
-            lines.append("| " + " | ".join(cells) + " |")
+        held = {n: memory(runs, model, n) for n in (1, 2, 3)}
+        found = {n: values for n, values in held.items() if values is not None}
+        if not found:
+            continue
+        theirs = [model.memory_gb[n] for n in found]
+        cells = [
+            model.title,
+            "; ".join(" + ".join(map(str, model.cuts[n])) for n in found),
+            "; ".join(shown(values) for values in found.values()),
+            "; ".join("did not fit" if values is None else shown(values) for values in theirs),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def training_text(data: dict[str, Any]) -> str:
-    """What training the small model gave, whether rings agree on it, and what the ring of three wrote."""
+    """What training the small model gave, and whether rings agree on it."""
     training = data.get("training")
     if training is None:
         return "Not trained yet."
@@ -127,18 +128,7 @@ def training_text(data: dict[str, Any]) -> str:
         f"({GUESSING_NATS} is guessing, {training['entropy']:.2f} what the grammar leaves to chance): {losses} steps. "
         f"Greedy, {training['greedy_tokens']} tokens: {verdict}."
     ]
-    n_nodes = max((n for n in (1, 2, 3) if _texts(data, n)), default=None)
-    if n_nodes is not None:
-        text = _texts(data, n_nodes)[0][:SAMPLE_CHARACTERS].strip("\n")
-        sample = "\n".join(line.rstrip() for line in text.splitlines())
-        lines += [f"What a ring of {n_nodes} wrote (temperature 0.8):", f"```text\n{sample}\n```"]
     return "\n\n".join(lines)
-
-
-def _texts(data: dict[str, Any], n_nodes: int) -> list[str]:
-    key = next(model.key for model in MODELS if model.is_trained)
-    texts: list[str] = data["runs"].get(f"{key}/{n_nodes}", {}).get("texts", [])
-    return texts
 
 
 def shown(values: Sequence[float | None]) -> str:

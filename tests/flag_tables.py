@@ -1,4 +1,4 @@
-"""The tables of flags in docs/configuration.md, made of what the commands declare, and that of flags that exclude others."""
+"""The tables of flags in docs/configuration.md, made of what the commands declare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import NamedTuple
 from mdi import cli
 from mdi.cli import COMMANDS, parser_of
 from mdi.spec import options
-from mdi.spec.combinations import RULES
 
 # Name of a table -> the fields of Options that it has, whatever the command; or the commands whose other options it has.
 BY_FIELDS = {
@@ -32,12 +31,10 @@ BY_COMMANDS = {
     "ring": ("starter", "secondary", "local-ring", "demo", "sample", "chat", "serve"),
     "plan": ("plan", "doctor", "explain"),
     "models": ("run", "score", "pull", "list", "rm", "cache", "export", "import", "prepare-model"),
-    "training": ("prepare-data", "train"),
-    "finetuning": ("finetune",),
-    "tools": ("mem-monitor", "plot-tok-time", "completion"),
 }
+# What is left of these has no table: their `--help` (`--help-all`) shows it.
+WITHOUT_TABLE = ("prepare-data", "train", "finetune", "mem-monitor", "plot-tok-time", "completion")
 TABLE = re.compile(r"(<!-- flags: (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-COMBINATIONS = re.compile(r"(<!-- combinations -->\n).*?(?=<!-- end -->)", re.DOTALL)
 HEAD = "| flag | commands | default | does |\n|---|---|---|---|\n"
 BRIEF = ("train", "mem-monitor", "plot-tok-time")  # commands whose help says defaults in brackets at its end
 SRC = str(Path(cli.__file__).resolve().parents[2])
@@ -84,7 +81,8 @@ def tables() -> dict[str, str]:
             field = fields.get(action.dest, action.dest if action.dest in options.COMMON else None)
             places = [name for name, names in BY_FIELDS.items() if field in names]
             places += [name for name, commands in BY_COMMANDS.items() if command in commands]
-            found[places[0]][row_of(parser, action)].append(command)
+            if places or command not in WITHOUT_TABLE:
+                found[places[0]][row_of(parser, action)].append(command)
     return {name: HEAD + "".join(_lines(rows)) for name, rows in found.items()}
 
 
@@ -102,18 +100,5 @@ def _lines(rows: dict[Row, list[str]]) -> list[str]:
 def with_tables(text: str) -> str:
     """The document with each table that stands between its marks as it should be."""
     made = tables()
-    assert {name for _, name in TABLE.findall(text)} == made.keys() and len(COMBINATIONS.findall(text)) == 1
-    text = COMBINATIONS.sub(lambda mark: mark[1] + combinations(), text)
+    assert {name for _, name in TABLE.findall(text)} == made.keys()
     return TABLE.sub(lambda mark: mark[1] + made[mark[2]], text)
-
-
-def combinations() -> str:
-    """What is refused, or needed, with the error that says so."""
-    lines = "| what | | what else | error, for the first of these |\n|---|---|---|---|\n"
-    for rule in RULES:
-        what, *others = (f"`{fact}`" if fact.startswith("--") else fact for fact in (rule.what, *rule.others))
-        what += f", with {' and '.join(rule.given)}" if rule.given else ""
-        found = " or ".join(rule.others) if rule.is_need else rule.others[0]
-        error = rule.text.format(what=rule.what, found=found)
-        lines += f"| {what} | {'needs' if rule.is_need else 'refuses'} | {', '.join(others)} | {error} |\n"
-    return lines

@@ -405,7 +405,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError) as e:
         open_source(tmp_path)
-    assert f"prepare_model.py {tmp_path}" in str(e.value)
+    assert f"mdi prepare-model {tmp_path}" in str(e.value)
 
 
 # -- chunks that are not good
@@ -426,7 +426,7 @@ def test_an_old_pth_chunk_is_refused_unread(chunk: Path) -> None:
     old.write_bytes(b"whatever")
     with pytest.raises(CheckpointError) as e:
         open_source(old)
-    assert f"prepare_model.py {chunk.parents[2]} --n-nodes 3" in str(e.value)
+    assert f"mdi prepare-model {chunk.parents[2]} --n-nodes 3" in str(e.value)
 
 
 def test_a_chunk_without_manifest(chunk: Path) -> None:
@@ -438,7 +438,7 @@ def test_a_chunk_without_manifest(chunk: Path) -> None:
     shutil.copy(chunk, copied)
     with pytest.raises(CheckpointError) as e:
         open_source(copied)
-    assert "prepare_model.py MODEL --n-nodes N" in str(e.value)
+    assert "mdi prepare-model MODEL --n-nodes N" in str(e.value)
 
 
 def _rewrite(chunk: Path, tensors: State) -> None:
@@ -450,7 +450,7 @@ def test_a_chunk_numbered_from_zero(chunk: Path) -> None:
     _rewrite(chunk, tensors)
     with pytest.raises(CheckpointError) as e:
         open_source(chunk)
-    assert "blocks 3-4" in str(e.value) and "prepare_model.py" in str(e.value)
+    assert "blocks 3-4" in str(e.value) and "mdi prepare-model" in str(e.value)
 
 
 def test_a_chunk_that_is_not_what_it_says(chunk: Path) -> None:

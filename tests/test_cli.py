@@ -197,7 +197,7 @@ def test_address_of_another_machine(failure: Failure, tmp_path: Path) -> None:
 def test_secondary_is_not_there(failure: Failure, tmp_path: Path, checkpoint: Path) -> None:
     path = nodes_file(tmp_path)
     told = failure("starter", "--ckpt", checkpoint, "--nodes-config", path, "--wait", 1, status=1)
-    assert "secondary0" in told and f"127.0.0.1:{ports_of(path, 1)[0]}" in told and "secondary.py" in told
+    assert "secondary0" in told and f"127.0.0.1:{ports_of(path, 1)[0]}" in told and "mdi secondary" in told
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_wrong_checkpoint_is_told_with_those_that_there_are(
 
 def test_an_empty_checkpoints_folder(failure: Failure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MDI_STORE", str(tmp_path / "none"))
-    assert "prepare_model.py" in failure("sample", "--ckpt", "org/model", status=2)
+    assert "mdi prepare-model" in failure("sample", "--ckpt", "org/model", status=2)
 
 
 @pytest.mark.parametrize(
@@ -616,11 +616,11 @@ def test_secondary_with_a_chunk_that_counts_from_zero(failure: Failure, tmp_path
     path = tmp_path / "model_secondary0.safetensors"
     save_file({"transformer.h.0.norm_1.weight": torch.ones(48)}, path)
     told = failure("secondary", "--nodes-config", nodes_file(tmp_path), "0", "--chunk", path, status=1)
-    assert str(path) in told and "prepare_model.py" in told
+    assert str(path) in told and "mdi prepare-model" in told
     old = tmp_path / "old.pth"
     torch.save({"transformer.h.0.norm_1.weight": torch.ones(48)}, old)
     told = failure("secondary", "--nodes-config", nodes_file(tmp_path), "0", "--chunk", old, status=1)
-    assert str(old) in told and "prepare_model.py" in told
+    assert str(old) in told and "mdi prepare-model" in told
 
 
 # Local rings

@@ -229,7 +229,7 @@ def test_a_node_that_is_not_there(two: list[SecondaryNode]) -> None:
     report = examine(replace(cluster, secondaries=(cluster.secondaries[0], gone)))
     assert [problem.node for problem in report.problems] == ["secondary1"], "it is told once, not by every neighbour"
     assert "nothing listens there" in report.problems[0].what
-    assert "Start secondary.py there" in report.problems[0].advice
+    assert "Start mdi secondary there" in report.problems[0].advice
 
 
 def test_a_wrong_ring_port_is_told_with_the_right_one(two: list[SecondaryNode]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flag_tables import with_tables
+from flag_tables import WITHOUT_TABLE, with_tables
 from mdi.cli import COMMANDS, parser_of
 from mdi.families.registry import FAMILIES
 
@@ -69,12 +69,33 @@ def test_every_document_is_linked_from_the_readme(path: Path) -> None:
     assert f"](docs/{path.name})" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+MOST_LINES = {"README.md": 150, "benchmarks/RESULTS.md": 500, "docs/log.md": 300}
+MOST_LINES_OF_DOCS, LONGEST_LINE = 4200, 150
+
+
+@pytest.mark.parametrize("name", MOST_LINES)
+def test_a_document_is_not_longer_than_people_read(name: str) -> None:
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= MOST_LINES[name]
+
+
+def test_all_documents_are_not_longer_than_people_read() -> None:
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "docs").glob("*.md"))
+    assert lines <= MOST_LINES_OF_DOCS
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.name)
+def test_lines_of_prose_are_short(path: Path) -> None:
+    """Tables and code have lines as long as they need."""
+    prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in prose.splitlines() if len(line) > LONGEST_LINE and not line.startswith(("|", "!["))] == []
+
+
 @pytest.mark.parametrize("path", [*(ROOT / "src").glob("*.py")], ids=lambda path: path.name)
 def test_the_readme_names_every_launcher(path: Path) -> None:
     assert path.name in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in WITHOUT_TABLE])
 def test_every_flag_stands_in_the_configuration(command: str) -> None:
     parser = parser_of(importlib.import_module(COMMANDS[command][0]))
     parser.description = parser.epilog = None  # which may name flags of other programs

@@ -267,11 +267,11 @@ def test_pickles_are_refused_with_what_to_do(tmp_path: Path, capsys: pytest.Capt
     folder, state = tiny_hf(tmp_path / "m", suffix="bin")
     with pytest.raises(CheckpointError) as e:
         open_source(folder)
-    assert e.value.code == "unsafe" and f"prepare_model.py {folder}" in str(e.value)
+    assert e.value.code == "unsafe" and f"mdi prepare-model {folder}" in str(e.value)
     for command in ("sample", "chat", "starter"):
         assert launch(command, ["--ckpt", str(folder)]) == 2
         error = capsys.readouterr().err
-        assert error.count("\n") == 1 and f"prepare_model.py {folder}" in error
+        assert error.count("\n") == 1 and f"mdi prepare-model {folder}" in error
     convert(folder, progress=False)
     assert_holds(open_source(folder), state)
 

@@ -281,7 +281,7 @@ def test_a_chunk_of_another_version_or_format_than_it_says(
     with pytest.raises(CheckpointError) as caught:
         ChunkFile(file)
     assert name in str(caught.value)
-    assert "prepare_model.py" in str(caught.value) or not any("version" in field for field in fields)
+    assert "mdi prepare-model" in str(caught.value) or not any("version" in field for field in fields)
     assert "\n" not in str(caught.value)
 
 

@@ -417,7 +417,7 @@ def test_a_node_that_is_not_there() -> None:
     gone = ClusterConfig(OWN_NODE, (NodeConfig("secondary0", "127.0.0.1", 1, 2),))
     with pytest.raises(NodeLostError) as e:
         measurement_of(gone).run()
-    assert "secondary.py" in str(e.value) and "doctor.py" in str(e.value)
+    assert "mdi secondary" in str(e.value) and "mdi doctor" in str(e.value)
 
 
 OWN_NODE = NodeConfig("starter", "127.0.0.1", 0, 0)

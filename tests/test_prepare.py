@@ -161,7 +161,7 @@ def test_positions_that_an_older_version_took_from_litgpts_table(
     told = capsys.readouterr().err
     (line,) = [line for line in told.splitlines() if line.startswith("warning: ")]
     assert field in line and str(folder / "model_config.yaml") in line and len(line) < 600
-    assert f"remove {folder / 'lit_model.pth'} and run prepare_model.py {folder}" in line
+    assert f"remove {folder / 'lit_model.pth'} and run mdi prepare-model {folder}" in line
     (folder / "lit_model.pth").unlink()
     assert launch("prepare-model", command) == 0
     assert launch("prepare-model", command) == 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from peers.protocol import Case
-from random_checkpoint import CONTEXT, DEEP_CONTEXT
+from random_checkpoint import DEEP_CONTEXT
 from side_by_side.memory import load_results, secondary_results
 from side_by_side.scenario import Check, Run, Scenario, SystemSpec
 from side_by_side.setup import CACHE, GGUF_OF, READ, Setup
@@ -107,20 +107,6 @@ def batch(setup: Setup) -> Scenario:
         runs += [Run(f"{ours.name}, {n} seq", ours.name, setup.case(n, 16, 32)) for n in (1, 16)]
         checks.append(Check(f"{fmt}: sixteen sequences against one", runs[-1].label, (runs[-2].label,)))
     return Scenario("batch", "Sixteen sequences against one, one node", tuple(systems), tuple(runs), tuple(checks))
-
-
-def long_position(setup: Setup) -> Scenario:
-    n_new = setup.case(1, 1, 32).n_new
-    systems, runs, checks = [], [], []
-    for fmt, kv_dtype in (("int8", "bf16"), ("int8", "int8"), ("int4", "bf16")):
-        plain = setup.ring(fmt, 1, CONTEXT, cache=kv_dtype)
-        ours = SystemSpec(f"{plain.name}, {kv_dtype} caches", plain.kind, plain.options, plain.cores)
-        far, near = (Run(f"{ours.name}, at {at}", ours.name, Case(1, at - n_new // 2, n_new)) for at in (2000, 100))
-        systems.append(ours)
-        runs += [far, near]
-        what = f"{fmt} weights, {kv_dtype} caches: speed at position 2,000 against position 100"
-        checks.append(Check(what, far.label, (near.label,)))
-    return Scenario("long-position", "Decoding far into a text, one stream", tuple(systems), tuple(runs), tuple(checks))
 
 
 def depth(setup: Setup) -> Scenario:
@@ -248,7 +234,6 @@ SCENARIOS: dict[str, Builder] = {
     "batch": batch,
     "threads": threads,
     "ttft": ttft,
-    "long-position": long_position,
     "frameworks": frameworks,
     "quotas": quotas,
     "memory": memory,

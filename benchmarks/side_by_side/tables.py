@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -93,8 +94,28 @@ def scenario_table(result: Mapping[str, Any]) -> str:
 
 def overview(results: Sequence[Mapping[str, Any]]) -> str:
     """All ratios in one table."""
-    rows = [[result["name"], c["what"], _measured(c)] for result in results for c in result["checks"]]
-    return markdown(["scenario", "", "median [lowest .. highest]"], rows)
+    rows = [
+        [result["name"], c["what"], _measured(c), processor(result)] for result in results for c in result["checks"]
+    ]
+    return markdown(["scenario", "", "median [lowest .. highest]", "on"], rows)
+
+
+def all_medians(results: Sequence[Mapping[str, Any]]) -> str:
+    """The medians of all systems in one table; what no scenario has is left out."""
+    keys = [key for key in COLUMNS if any(key in found for r in results for found in r["medians"].values())]
+    rows = [
+        [result["name"], label, *(_number(found.get(key), key) for key in keys),
+         result.get("peak_mb", {}).get(result["systems"][label], "")]
+        for result in results for label, found in result["medians"].items()
+    ]  # fmt: skip
+    return markdown(["scenario", "median", *(COLUMNS[key] for key in keys), "peak MB per node"], rows)
+
+
+def processor(result: Mapping[str, Any]) -> str:
+    """Its name and the day, from what a result says of its machine."""
+    found = re.search(r" of (.+?),", result["machine"])
+    name = (found[1] if found else result["machine"]).replace("(R)", "").replace(" Processor", "")
+    return f"{name}, {result['date'][:10]}"
 
 
 def fill(document: str, name: str, table: str) -> str:

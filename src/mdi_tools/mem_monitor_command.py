@@ -3,9 +3,9 @@
 The exit status is that of the command; Ctrl-C is passed on to it. Without --output the table is printed when the command ends.
 
 examples:
-  mem_monitor.py -i 0.5 -o memory.csv --img memory.png -- local_ring.py --nodes 3 --ckpt checkpoints/org/model
-  mem_monitor.py --img nodes.png --per-node -- local_ring.py --nodes 3 --ckpt checkpoints/org/model
-  mem_monitor.py "python src/sample.py --ckpt checkpoints/org/model --prompt 'Who are you?'"
+  mdi mem-monitor -i 0.5 -o memory.csv --img memory.png -- mdi local-ring --nodes 3 --ckpt checkpoints/org/model
+  mdi mem-monitor --img nodes.png --per-node -- mdi local-ring --nodes 3 --ckpt checkpoints/org/model
+  mdi mem-monitor "mdi sample --ckpt checkpoints/org/model --prompt 'Who are you?'"
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def split_command(words: Sequence[str]) -> list[str]:
         except ValueError as e:
             raise UsageError(f"CMD {words[0]!r}: {e}") from None
     if not words:
-        raise UsageError("no command: give one after the flags, e.g. mem_monitor.py -o memory.csv -- sample.py ...")
+        raise UsageError("no command: give one after the flags, e.g. mdi mem-monitor -o memory.csv -- mdi sample ...")
     return words
 
 

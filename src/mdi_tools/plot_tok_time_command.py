@@ -3,8 +3,8 @@
 It reads the files that --plots writes to the logs folder. (Files of --time-run have neither tokens nor node counts.)
 
 examples:
-  plot_tok_time.py checkpoints/org/model --n-samples 3
-  plot_tok_time.py NanoLlama --csv one-node.csv --csv two-nodes.csv --label "1 node" --label "2 nodes" --out figure.png
+  mdi plot-tok-time checkpoints/org/model --n-samples 3
+  mdi plot-tok-time NanoLlama --csv one-node.csv --csv two-nodes.csv --label "1 node" --label "2 nodes" --out figure.png
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def find_runs(folder: Path, names: Sequence[str], n_samples: int) -> list[RunFil
         UsageError: there are none; names the existing ones.
     """
     if not folder.is_dir():
-        raise UsageError(f"no such folder: {folder}; starter.py --plots writes its files there", code=Code.MISSING)
+        raise UsageError(f"no such folder: {folder}; mdi starter --plots writes its files there", code=Code.MISSING)
     all_runs = [run for path in sorted(folder.glob("*.csv")) if (run := parse_name(path)) is not None]
     plain = {re.sub(r"[^\w.+-]+", "-", name).strip("-.").lower() for name in names}
     found = [run for run in all_runs if run.model.lower() in plain and run.n_samples == n_samples]
@@ -58,7 +58,7 @@ def find_runs(folder: Path, names: Sequence[str], n_samples: int) -> list[RunFil
         have = sorted({f"{run.model} ({run.n_samples} samples)" for run in all_runs})
         raise UsageError(
             f"{folder} holds no run of {' or '.join(names)} with {n_samples} samples; it has "
-            f"{', '.join(have) or 'none at all'}; starter.py --plots writes them",
+            f"{', '.join(have) or 'none at all'}; mdi starter --plots writes them",
             code=Code.MISSING,
         )
     return sorted(found, key=lambda run: run.n_nodes)

@@ -65,7 +65,7 @@ def from_checkpoint(folder: Path, lora: LoraSettings | None, seed: int, data: Da
     if names and not any(data.tokenizer.get(name) == (folder / name).read_bytes() for name in names):
         notes.append(
             f"warning: {data.folder} was prepared with another tokenizer than that of {folder}; the weights know other "
-            f"words by these ids (prepare_data.py --tokenizer {folder})"
+            f"words by these ids (mdi prepare-data --tokenizer {folder})"
         )
     return Beginning(model, config, files, lora, _base(folder) if lora else None, notes=notes)
 

@@ -152,7 +152,7 @@ def load_state(folder: Path) -> SavedRun:
     path = folder / STATE_NAME
     if not path.is_file():
         found = sorted(str(p.parent) for p in folder.glob(f"*/{STATE_NAME}"))
-        hint = f"; there is one in {', '.join(found)}" if found else "; it is written by a run of train.py"
+        hint = f"; there is one in {', '.join(found)}" if found else "; it is written by a run of mdi train"
         raise CheckpointError(f"nothing to resume: {folder} holds no {STATE_NAME}{hint}", code=Code.MISSING)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

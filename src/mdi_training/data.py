@@ -33,7 +33,7 @@ ID_TYPES: dict[str, IdType] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u
 FORMAT_VERSION = 1
 # Below this there is nothing to learn from, and the tenth that is held out would be a word or two.
 MIN_TOKENS = 100
-AGAIN = "make the data set again with prepare_data.py"
+AGAIN = "make the data set again with mdi prepare-data"
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""Turn text into the files that train.py reads: train.bin (the first nine tenths), val.bin (the rest), meta.json, tokenizer.
+"""Turn text into the files that mdi train reads: train.bin (the first nine tenths), val.bin (the rest), meta.json, tokenizer.
 
 Give --vocab-size to train a byte-level BPE tokenizer on the text itself, or --tokenizer to use that of a model. DATA is a
 file, a folder, or the name of a data set on the hub. In files with rows (.jsonl, .csv, .parquet), each row is a text.
 
 examples:
-  prepare_data.py shakespeare.txt --out data/shakespeare --vocab-size 2048
-  prepare_data.py my-texts/ --out data/mine --tokenizer checkpoints/TinyLlama/TinyLlama-1.1B-Chat-v1.0
-  prepare_data.py roneneldan/TinyStories --files "*train.txt" --vocab-size 4096
+  mdi prepare-data shakespeare.txt --out data/shakespeare --vocab-size 2048
+  mdi prepare-data my-texts/ --out data/mine --tokenizer checkpoints/TinyLlama/TinyLlama-1.1B-Chat-v1.0
+  mdi prepare-data roneneldan/TinyStories --files "*train.txt" --vocab-size 4096
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-r"""Train a language model on token files made by prepare_data.py: from scratch, on from a checkpoint, or on from a stop.
+r"""Train a language model on token files made by mdi prepare-data: from scratch, on from a checkpoint, or on from a stop.
 
 Into the output folder go lit_model.pth (the weights with the best held-out loss so far), last/ (the last ones),
 train_state.pth (what --init resume goes on from, exactly), losses.csv and losses.png. Both checkpoints are ordinary litgpt
-ones, with their tokenizer: give them to prepare_model.py or starter.py. Ctrl-C stops after the step in hand and saves.
+ones, with their tokenizer: give them to mdi prepare-model or mdi starter. Ctrl-C stops after the step in hand and saves.
 
 examples:
-  prepare_data.py shakespeare.txt --out data/shakespeare --vocab-size 2048
-  train.py --config pythia-14m --fit-vocab --ckpt checkpoints/custom/small --dataset data/shakespeare --max-iters 1500
-  train.py --init resume --ckpt checkpoints/custom/small --dataset data/shakespeare --max-iters 3000
-  train.py --init finetune --ckpt org/name --out checkpoints/custom/mine --dataset data/mine --lora-r 8
+  mdi prepare-data shakespeare.txt --out data/shakespeare --vocab-size 2048
+  mdi train --config pythia-14m --fit-vocab --ckpt checkpoints/custom/small --dataset data/shakespeare --max-iters 1500
+  mdi train --init resume --ckpt checkpoints/custom/small --dataset data/shakespeare --max-iters 3000
+  mdi train --init finetune --ckpt org/name --out checkpoints/custom/mine --dataset data/mine --lora-r 8
   torchrun --nproc-per-node 4 src/train.py --ckpt checkpoints/custom/small --dataset data/shakespeare
 """
 

@@ -2,12 +2,14 @@
 
 import pytest
 
-from side_by_side.tables import PROCESSORS, fill, overview, scenario_table, sets_table
+from side_by_side.tables import PROCESSORS, all_medians, fill, overview, scenario_table, sets_table
 
 CHECK = {"what": "a against b", "unit": "x", "error": "",
          "measured": {"median": 1.5, "lowest": 1.4, "highest": 1.625, "n": 5}}  # fmt: skip
 RESULT = {
     "name": "two-nodes",
+    "machine": "2 cores of Intel(R) Xeon(R) Processor, 25 GB, Linux",
+    "date": "2026-11-22 05:45",
     "checks": [CHECK],
     "medians": {"ring x2": {"decode_tokens_per_s": 123.4, "per_stream_tokens_per_s": 7.72, "ttft_s": 0.5}},
     "systems": {"ring x2": "ring"},
@@ -22,6 +24,17 @@ def test_a_scenario_shows_ratios_medians_and_failures():
     assert "| median | tokens/s | per stream | first token, s | peak MB per node |" in lines
     assert "| ring x2 | 123.4 | 7.72 | 0.50 | 900, 700 |" in lines
     assert lines[-1] == "Not measured: it did not start"
+
+
+def test_all_medians_are_in_one_table():
+    lines = all_medians(
+        [RESULT, {**RESULT, "name": "reading", "medians": {"ring x2": {"read_bytes_per_s": 2e10}}}]
+    ).splitlines()
+    assert lines[0] == "| scenario | median | tokens/s | per stream | first token, s | GB/s read | peak MB per node |"
+    assert lines[2:] == [
+        "| two-nodes | ring x2 | 123.4 | 7.72 | 0.50 |  | 900, 700 |",
+        "| reading | ring x2 |  |  |  | 20.0 | 900, 700 |",
+    ]
 
 
 def sets_result(name, metric, rates):
@@ -55,7 +68,9 @@ def test_what_was_not_measured_says_why():
 
 def test_shares_are_percentages():
     check = {**CHECK, "unit": "%", "measured": {**CHECK["measured"], "n": 1}}
-    assert "| two-nodes | a against b | 150% (one run) |" in overview([{**RESULT, "checks": [check]}])
+    assert "| two-nodes | a against b | 150% (one run) | Intel Xeon, 2026-11-22 |" in overview(
+        [{**RESULT, "checks": [check]}]
+    )
 
 
 def test_a_table_takes_the_place_of_the_one_before_and_of_nothing_else():

@@ -70,7 +70,10 @@ def test_report_fills_the_page_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "| NanoLlama 304M | 30 | 10.0 / 10.0 / 10.0 | 1.00 / 1.00 | 1.00 / 1.00 | 17.9 / 26.0 / 30.5 | 1.45 / 1.70 | 1.00 |"
             in text
         )
-        assert "| NanoLlama 304M | 3 | 2 + 5 + 5 | 0.67 / 0.67 / 0.67 | 1.34 / 1.46 / 1.46 |" in text
+        assert (
+            "| NanoLlama 304M | 12; 5 + 7; 2 + 5 + 5 | 2.00; 1.00 / 1.00; 0.67 / 0.67 / 0.67 "
+            "| 2.60; 1.76 / 1.76; 1.34 / 1.46 / 1.46 |" in text
+        )
         monkeypatch.setattr(thesis_report, "save", lambda figure, path: None)  # once is enough, and takes a second
         assert text.count("2026-01-02") == 1 and "3 of the 27 runs" in text and "Not trained yet." in text
     assert {path.name for path in (tmp_path / "assets").iterdir()} == {"thesis-llama.svg", "thesis-memory.svg"}
@@ -100,16 +103,14 @@ def test_how_much_of_the_evaluation_there_is_is_told() -> None:
     assert "quick run" in thesis_report.type_of(runs)
 
 
-def test_training_is_told_with_what_the_largest_ring_wrote() -> None:
+def test_training_is_told() -> None:
     training = {"steps": 8, "characters": 8192, "entropy": 0.267, "losses": [[4, 3.125], [8, 2.5]], "greedy_tokens": 150,
                 "same": {"1": True, "2": True, "3": True}}  # fmt: skip
-    runs = {f"nanogpt-7/{n}": {"texts": [f"\nby {n}  \nnodes"]} for n in (1, 3)}
-    text = thesis_report.training_text({"training": training, "runs": runs})
+    text = thesis_report.training_text({"training": training})
     assert "8,192 characters" in text and "3.12 after 4, 2.50 after 8 steps" in text
     assert "0.27 what" in text and "exactly the ids" in text
-    assert text.endswith("What a ring of 3 wrote (temperature 0.8):\n\n```text\nby 3\nnodes\n```")
-    text = thesis_report.training_text({"training": {**training, "same": {"1": True, "2": False}}, "runs": {}})
-    assert "**The ids differ on 2 nodes.**" in text and "wrote" not in text
+    text = thesis_report.training_text({"training": {**training, "same": {"1": True, "2": False}}})
+    assert "**The ids differ on 2 nodes.**" in text
 
 
 def test_the_text_has_the_characters_and_the_chance_that_it_should() -> None:

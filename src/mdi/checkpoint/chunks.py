@@ -89,7 +89,7 @@ class PartFile(FileSource):
 
 
 class ChunkFile(FileSource):
-    """A chunk that prepare_model.py wrote. Its hashes are those of its manifest; `verify` computes them.
+    """A chunk that mdi prepare-model wrote. Its hashes are those of its manifest; `verify` computes them.
 
     Raises:
         CheckpointError: missing, cut short, damaged, not what its manifest says, or no chunk of this program.
@@ -198,7 +198,7 @@ def _remedy(path: Path) -> str:
     match = re.fullmatch(r"(\d+)nodes(?:-(\w+))?", folder.name)
     model = folder.parents[1] if match and folder.parent.name == "chunks" else "MODEL"
     form = f" --quantize {match[2]}" if match and match[2] else ""
-    return f"make it with: prepare_model.py {model} --n-nodes {match[1] if match else 'N'}{form}"
+    return f"make it with: mdi prepare-model {model} --n-nodes {match[1] if match else 'N'}{form}"
 
 
 Progress = Callable[[int, int], None]  # bytes written so far, bytes to write in all

@@ -39,7 +39,7 @@ def is_repo_id(text: str) -> bool:
 
 
 def find_folder(name: Path, home: Path) -> Path:
-    """The folder that a user means: the path itself, else one below `home`, where prepare_model.py puts checkpoints.
+    """The folder that a user means: the path itself, else one below `home`, where mdi prepare-model puts checkpoints.
 
     Raises:
         UsageError: there is none, or it is a file; the message lists the folders in `home`.
@@ -137,7 +137,7 @@ def describe_pickles(folder: Path) -> str:
     """Why a Hugging Face folder with weights in .bin files alone is not read as it is, and what to do."""
     return (
         f"{folder} has its weights in .bin files, which are pickles and are not read as they are: convert it once with "
-        f"prepare_model.py {folder} (which needs torch: {INSTALL_ALL}), or take the model's safetensors files"
+        f"mdi prepare-model {folder} (which needs torch: {INSTALL_ALL}), or take the model's safetensors files"
     )
 
 
@@ -205,7 +205,7 @@ def stated_blocks(folder: Path) -> int | None:
 def _listed(home: Path) -> str:
     names = sorted(_checkpoints(home, home, _DEPTH))
     if not names:
-        return f"{home} has no checkpoint either: prepare_model.py makes one"
+        return f"{home} has no checkpoint either: mdi prepare-model makes one"
     more = f" and {len(names) - _N_LISTED} more" if len(names) > _N_LISTED else ""
     return f"{home} has {', '.join(names[:_N_LISTED])}{more}"
 

@@ -1,6 +1,6 @@
 """Parts that were packed for the kernels, kept on disk, so that the next start maps them instead of packing.
 
-They are in a node's store of parts under the sha256 of their own bytes, which equal those of prepare_model.py --quantize.
+They are in a node's store of parts under the sha256 of their own bytes, which equal those of mdi prepare-model --quantize.
 A small file beside them says which one was made from which plain part.
 """
 

@@ -138,7 +138,7 @@ def _warn_of_positions(weights: Path, differing: str) -> None:
     """Say that a folder was converted with the positions of litgpt's table, as litgpt and older versions do."""
     folder = weights.parent
     originals = weight_files(folder)
-    again = f"remove {weights} and run prepare_model.py {folder}"
+    again = f"remove {weights} and run mdi prepare-model {folder}"
     if not originals or not all(path.is_file() for path in originals):
         again = "download the model again, for there are no other weights in this folder"
     logger.warning(

@@ -83,7 +83,7 @@ ENDED_AT_ONCE = (
 
 # How threads of OpenMP wait for their next piece of work, by the libraries that torch comes with: GNU's (Linux) and LLVM's
 # or Intel's (macOS, Windows). They spin for milliseconds by default, and so take the core from the thread that they wait
-# for as soon as another program computes. Measured with benchmarks/thread_policies.py.
+# for as soon as another program computes.
 WAIT_POLICY = {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 WAIT_VARIABLES = (*WAIT_POLICY, "OMP_WAIT_POLICY")
 

@@ -1,9 +1,9 @@
 """Chat with a model, on this machine or over a ring of nodes. The chat has a history.
 
 examples:
-  chat.py --ckpt checkpoints/org/chat-model
-  chat.py --ckpt checkpoints/org/chat-model --nodes-config settings_distr/configuration.json
-  echo "Who are you?" | chat.py --ckpt checkpoints/org/chat-model
+  mdi chat --ckpt checkpoints/org/chat-model
+  mdi chat --ckpt checkpoints/org/chat-model --nodes-config nodes.json
+  echo "Who are you?" | mdi chat --ckpt checkpoints/org/chat-model
 
 Ctrl-C ends an answer; /help lists the commands.
 """

@@ -1,7 +1,7 @@
 """Say why a run was not faster, from the file that --trace wrote.
 
 examples:
-  starter.py ... --trace run.json
+  mdi starter ... --trace run.json
   mdi explain run.json
       prints the reason (slowest stage, slow link, prompts, too few texts, too little memory) and what to do
   mdi explain run.json --json

@@ -1,12 +1,12 @@
 """Run a whole ring on this machine: one process per node, on free ports. All processes end with the run.
 
-All other flags are those of the starter; see starter.py --help.
+All other flags are those of the starter; see mdi starter --help.
 
 examples:
-  local_ring.py --nodes 3 --ckpt checkpoints/org/model --prompt "Who are you?"
-  local_ring.py --nodes 3 --ckpt checkpoints/org/model --compare
-  local_ring.py --nodes 2 --devices cuda:0,cuda:1 --ckpt checkpoints/org/model
-  local_ring.py --nodes 2 --devices cuda:0,cpu --ckpt checkpoints/org/model --layers 20,12
+  mdi local-ring --nodes 3 --ckpt checkpoints/org/model --prompt "Who are you?"
+  mdi local-ring --nodes 3 --ckpt checkpoints/org/model --compare
+  mdi local-ring --nodes 2 --devices cuda:0,cuda:1 --ckpt checkpoints/org/model
+  mdi local-ring --nodes 2 --devices cuda:0,cpu --ckpt checkpoints/org/model --layers 20,12
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run_ring(
     from mdi.errors import UsageError
 
     if options.nodes_config is not None:
-        raise UsageError("local_ring.py makes its own nodes file; to use yours, run starter.py and secondary.py")
+        raise UsageError("mdi local-ring makes its own nodes file; to use yours, run mdi starter and mdi secondary")
     options, n_nodes = with_seed(options), options.nodes or 1
 
     def nodes() -> NodeSource:

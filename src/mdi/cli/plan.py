@@ -176,7 +176,7 @@ def _chunks_note(options: Options, report: PlanReport) -> list[str]:
     if options.placement == "even":  # which leaves chunks as they are
         flag = "--layers " + ",".join(str(stop - start) for start, stop in planned)
     return [
-        f"the checkpoint has chunks for {n_nodes} nodes ({format_blocks(names, weights.blocks)}), and starter.py takes their "
+        f"the checkpoint has chunks for {n_nodes} nodes ({format_blocks(names, weights.blocks)}), and mdi starter takes their "
         f"cut unless it is given {flag}"
     ]
 

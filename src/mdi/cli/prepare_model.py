@@ -34,14 +34,14 @@ model is only downloaded and converted; a starter with --ckpt then cuts it and s
 
 EPILOG = """\
 examples:
-  prepare_model.py TinyLlama/TinyLlama-1.1B-Chat-v1.0 --n-nodes 3
-  prepare_model.py TinyLlama/TinyLlama-1.1B-Chat-v1.0 --n-nodes 3 --layers 4,9,9     4 blocks on the starter
-  prepare_model.py meta-llama/Llama-3.2-1B --hf-token hf_... --n-nodes 2 --dtype float16
-  prepare_model.py meta-llama/Llama-3.2-1B --n-nodes 2 --quantize int8               a quarter of float32's size
-  prepare_model.py ~/models/tinyllama-1.1b.Q4_K_M.gguf --n-nodes 3                   or: starter.py --ckpt ....gguf
-  prepare_model.py checkpoints/custom/mine --export hf --out mine-hf                 for transformers and others
-  prepare_model.py checkpoints/custom/mine --export gguf --quantize q4_k --out mine-gguf     for llama.cpp and others
-  prepare_model.py ~/models/my-finetuned-llama --n-nodes 2                           its config.json says what it is
+  mdi prepare-model TinyLlama/TinyLlama-1.1B-Chat-v1.0 --n-nodes 3
+  mdi prepare-model TinyLlama/TinyLlama-1.1B-Chat-v1.0 --n-nodes 3 --layers 4,9,9     4 blocks on the starter
+  mdi prepare-model meta-llama/Llama-3.2-1B --hf-token hf_... --n-nodes 2 --dtype float16
+  mdi prepare-model meta-llama/Llama-3.2-1B --n-nodes 2 --quantize int8               a quarter of float32's size
+  mdi prepare-model ~/models/tinyllama-1.1b.Q4_K_M.gguf --n-nodes 3                   or: mdi starter --ckpt ....gguf
+  mdi prepare-model checkpoints/custom/mine --export hf --out mine-hf                 for transformers and others
+  mdi prepare-model checkpoints/custom/mine --export gguf --quantize q4_k --out mine-gguf     for llama.cpp and others
+  mdi prepare-model ~/models/my-finetuned-llama --n-nodes 2                           its config.json says what it is
 
 The chunks are written to <model>/chunks/<N>nodes/: model_starter.safetensors, model_secondary0.safetensors, ... A node
 needs only its own chunk, or none, if the starter sends it. Each chunk lists its parts with a sha256 each. By

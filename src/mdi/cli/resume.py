@@ -103,7 +103,7 @@ class Journaling:
         with contextlib.suppress(UsageError):
             if read_record(journal.path).has_ended:
                 return remove_run(journal.path)
-        logger.info("to continue this run: starter.py --resume %s", journal.path.parent.name)
+        logger.info("to continue this run: mdi starter --resume %s", journal.path.parent.name)
 
 
 def list_runs(options: Options) -> None:

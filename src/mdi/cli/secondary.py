@@ -1,10 +1,10 @@
 """Run a secondary (worker) node: it waits for a starter, computes its blocks, and waits for the next run.
 
 examples:
-  secondary.py --nodes-config settings_distr/configuration.json 0
+  mdi secondary --nodes-config nodes.json 0
       the first secondary of that file; the starter sends its weights, which are kept for the next time
-  secondary.py --nodes-config settings_distr/configuration.json 1 --chunk model_secondary1.safetensors
-      the second one, with the chunk that prepare_model.py made and that was copied here
+  mdi secondary --nodes-config nodes.json 1 --chunk model_secondary1.safetensors
+      the second one, with the chunk that mdi prepare-model made and that was copied here
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def add_arguments(parser: Parser) -> None:
 
 def add_node_options(parser: Parser) -> None:
     """Options of a node: what it computes with, and where its weights are."""
-    chunk, ckpt = "this node's chunk, made by prepare_model.py", "the whole checkpoint, if it is on this machine"
+    chunk, ckpt = "this node's chunk, made by mdi prepare-model", "the whole checkpoint, if it is on this machine"
     parser.options(None, "chunk", "ckpt", is_one=True, chunk={"help": chunk}, ckpt={"help": ckpt})
     parser.options(
         None, *NODE, "seed", "quiet", "until_stdin_closes",
         dtype={"help": "float32, float16 or bfloat16 (default: the nodes file, else what the starter asks for)"},
-        quantize={"help": "weight format, see `starter.py --help` (default: what the starter asks for)", "read": packed_format},
+        quantize={"help": "weight format, see mdi starter --help (default: what the starter asks for)", "read": packed_format},
         seed={"help": ""},  # once accepted; a secondary draws nothing
     )  # fmt: skip
 

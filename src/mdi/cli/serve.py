@@ -1,10 +1,10 @@
 """Serve models to programs and people: OpenAI's, Anthropic's and Ollama's APIs over a ring of nodes.
 
 examples:
-  serve.py --ckpt checkpoints/org/model                                   on this machine alone
-  serve.py --ckpt checkpoints/org/model --nodes 3                         a ring of three processes here
-  serve.py --ckpt checkpoints/org/model --machines 3                      on three machines: prints a line for the others
-  serve.py --ckpt checkpoints/org/model --nodes-config nodes.json --host 0.0.0.0 --api-key-file keys.txt
+  mdi serve --ckpt checkpoints/org/model                                   on this machine alone
+  mdi serve --ckpt checkpoints/org/model --nodes 3                         a ring of three processes here
+  mdi serve --ckpt checkpoints/org/model --machines 3                      on three machines: prints a line for the others
+  mdi serve --ckpt checkpoints/org/model --nodes-config nodes.json --host 0.0.0.0 --api-key-file keys.txt
       over the nodes of that file, for everybody in the network with a key
 
 Programs that use OpenAI's API need http://127.0.0.1:8000/v1 as their base URL, those that use Anthropic's need

@@ -1,11 +1,11 @@
 """Run a model over a ring of nodes. This is the first node: it cuts the model, configures the secondaries, and generates.
 
 examples:
-  starter.py --ckpt checkpoints/org/model --nodes-config settings_distr/configuration.json --prompt "Who are you?"
-      three samples over the nodes of that file (start secondary.py on the others)
-  starter.py --ckpt checkpoints/org/model --nodes-config settings_distr/standalone.json --n-samples 1 --temperature 0
+  mdi starter --ckpt checkpoints/org/model --nodes-config nodes.json --prompt "Who are you?"
+      three samples over the nodes of that file (start mdi secondary on the others)
+  mdi starter --ckpt checkpoints/org/model --n-samples 1 --temperature 0
       the same on this machine alone, the most probable text
-  starter.py ... --prompt FILE:questions.txt --n-tokens 500 --json
+  mdi starter ... --prompt FILE:questions.txt --n-tokens 500 --json
       one sample per paragraph of a file; the result as one JSON object
 """
 

@@ -249,8 +249,8 @@ def reach_node(client: ControlClient, wait_s: float, cancel: Cancel) -> dict[str
                 ) from None
             if time.monotonic() > deadline:
                 raise NodeLostError(
-                    client.node.name, f"{e}: is secondary.py running there, and are address and communication port right? "
-                    "doctor.py tells more",
+                    client.node.name, f"{e}: is mdi secondary running there, and are address and communication port right? "
+                    "mdi doctor tells more",
                 ) from None  # fmt: skip
             if attempt == 6:  # three seconds: a node that is just starting is not reported
                 logger.info("waiting for %s (up to %.0f s): %s", client.node.name, wait_s, e)

@@ -216,7 +216,7 @@ def port_remedy(own_port: int, field_name: str) -> str:
 
 
 def _advice(problem: str, node: NodeConfig, port: int, field_name: str) -> str:
-    start = "Start the starter there" if node.name == "starter" else f"Start secondary.py there ({node.name})"
+    start = "Start the starter there" if node.name == "starter" else f"Start mdi secondary there ({node.name})"
     return {
         "name": f"Correct addr of {node.name} in the nodes file, or write its IP address there",
         "refused": f"{start}, or correct {field_name} in the nodes file",

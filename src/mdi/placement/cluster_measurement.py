@@ -202,7 +202,7 @@ class ClusterMeasurement:
             return None
         if not route.ring.is_ok:
             logger.warning(
-                "%s cannot reach %s's ring port %s:%d (%s): doctor.py says more",
+                "%s cannot reach %s's ring port %s:%d (%s): mdi doctor says more",
                 *(source.name, target.name, target.addr, target.port_in, route.ring.problem),
             )
             return LinkProfile(source.name, target.name, BROKEN_S, 1.0)

@@ -212,7 +212,7 @@ def _gain(ring: RunMetrics, alone: RunMetrics, n_cores: int) -> str:
     slower = alone.tokens_per_s / ring.tokens_per_s
     return (
         f"The ring was {slower:.1f} times slower: {why}.\n"
-        "It pays with a machine for each node: mdi plan (or src/plan.py) predicts how much."
+        "It pays with a machine for each node: mdi plan predicts how much."
     )
 
 

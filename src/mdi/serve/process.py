@@ -51,7 +51,7 @@ class ApiKey:
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """See the flags of serve.py.
+    """See the flags of mdi serve.
 
     Attributes:
         keys: of clients; () accepts everybody who reaches the port.
@@ -165,7 +165,7 @@ class ApiProcess:
 
     def __init__(self, settings: ServeSettings, home: Path, first: Path, adapters: Sequence[str] = ()) -> None:
         if os.name != "posix":
-            raise UsageError("serve.py needs Linux or macOS: on Windows run it in WSL")
+            raise UsageError("mdi serve needs Linux or macOS: on Windows run it in WSL")
         listeners = [listening_socket(settings.host, settings.port)]
         self.url, self.ollama_url = url_of(settings.host, listeners[0]), ""
         if settings.ollama_port is not None:

@@ -230,7 +230,7 @@ class StarterWeights:
         if manifest.n_nodes != n_nodes:
             raise UsageError(
                 f"{chunk} belongs to a cut over {manifest.n_nodes} nodes, but the nodes file lists {n_nodes} "
-                f"(prepare_model.py MODEL --n-nodes {n_nodes} makes the chunks for it)"
+                f"(mdi prepare-model MODEL --n-nodes {n_nodes} makes the chunks for it)"
             )
         return source
 
@@ -254,7 +254,7 @@ class StarterWeights:
             path = find_chunk(ckpt, n_nodes, "starter")
         if not path.is_file():
             return
-        # Check each: if prepare_model.py was interrupted, new chunks are beside old ones of other weights.
+        # Check each: if mdi prepare-model was interrupted, new chunks are beside old ones of other weights.
         oldest = min(chunk.stat().st_mtime for chunk in siblings(path).values())
         if any(file.stat().st_mtime > oldest for file in all_weight_files(ckpt) if file.is_file()):
             logger.info("the chunks in %s are older than the checkpoint and are not used", path.parent)

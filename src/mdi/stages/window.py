@@ -434,7 +434,7 @@ class _Spill:
     def _failed(self, e: OSError) -> CheckpointError:
         return CheckpointError(
             f"weights cannot be packed into {self._folder} ({e.strerror or e}): free some space, choose another place with "
-            "MDI_CACHE_DIR, or store them packed (prepare_model.py --quantize)"
+            "MDI_CACHE_DIR, or store them packed (mdi prepare-model --quantize)"
         )
 
 
@@ -660,7 +660,7 @@ def open_window(
 def _log_plan(name: str, plan: WindowPlan, window: Window, packed_bytes: int) -> None:
     if packed_bytes:
         logger.info(
-            "%s packed %s of weights for its window: prepare_model.py --quantize stores them so",
+            "%s packed %s of weights for its window: mdi prepare-model --quantize stores them so",
             name,
             size(packed_bytes),
         )
