@@ -15,8 +15,9 @@ from litgpt.config import Config
 from litgpt.model import GPT
 
 from families import CONTEXT
-from mdi.engine.kept_prefixes import KeptFiles, PrefixTask, RingPrefixes
+from mdi.engine.kept_prefixes import KeptFiles
 from mdi.engine.memory import CacheMemory
+from mdi.engine.prefix_tasks import PrefixTask, RingPrefixes
 from mdi.engine.rows import TensorRows
 from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Scheduler
 from mdi.engine.sequence import Event, Request, SamplingParams, TokenLogprobs

@@ -30,8 +30,9 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import shapes_of
 from mdi.checkpoint.source import open_source
 from mdi.checkpoint.weights import WeightSource
-from mdi.engine.kept_prefixes import FILL, FIND, KEEP, KeptFiles, PrefixTask, Secrets
+from mdi.engine.kept_prefixes import KeptFiles, Secrets
 from mdi.engine.memory import page_keys
+from mdi.engine.prefix_tasks import FILL, FIND, KEEP, PrefixTask
 from mdi.engine.rows import ArrayRows
 from mdi.errors import CheckpointError, EngineError, RingError
 from mdi.families.registry import FAMILIES

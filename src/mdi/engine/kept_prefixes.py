@@ -1,4 +1,4 @@
-"""Prefixes that stay on the disk of each node: the one owner of their files, and of the tasks that a starter gives its ring.
+"""Prefixes that stay on the disk of each node: the one owner of their files, which answers a starter's tasks (prefix_tasks).
 
 Blocks whose caches can be cut (pages without a window) have a file for each run of pages; what is behind the last whole run has
 a shorter one, of which the newest few stay. The others (states, windows) have a file for each end of a text that is kept. Names
@@ -14,9 +14,6 @@ files are found whatever the cut, and a node never sees ids. The layout of a fil
                   the caches, first position, type and shape of each array), the arrays
 
 The tag of the seal is the checksum. A file that cannot be opened is removed, and counts as absent.
-
-A task travels as a frame of its own, in the order of the frames with rows, and each node answers it in the thread that
-computes: nothing else touches caches.
 """
 
 from __future__ import annotations
@@ -33,24 +30,22 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import psutil
 
-from mdi.errors import EngineError, MdiError, WireError
+from mdi.engine.prefix_tasks import FILL, FIND, KEEP, PrefixTask
+from mdi.errors import EngineError, MdiError
 from mdi.files import replacing
 from mdi.kernels.stage_caches import CacheRun, Piece
 from mdi.model.caches import PAGE, CacheClass, PageClass, Paged, kind_of
 from mdi.model.spec import ModelSpec
 from mdi.net.keys import TAG_BYTES, KeyFile, has_fast_aes, mac, new_secret, write_keys
-from mdi.net.wire import Frame, FrameType
-from mdi.spec.decode import Meta, Whole, decode, one_of
 
 FOLDER = "prefixes"  # in the cache folder
-FIND, FILL, KEEP, OWNERS = "find", "fill", "keep", "owners"
 RUN_BYTES = 1 << 20  # of a block's file, at least, where a run need not be too long for that
 RUN_PAGES = (8, 32)  # a shorter one makes many files, with a longer one more is computed again where texts part
 TAILS_KEPT = 2  # of one run: the last answer may be asked for again
@@ -65,72 +60,8 @@ logger = logging.getLogger("mdi")
 _MAGIC, _VERSION = b"MDIp", 1
 _HEAD = struct.Struct("<4sB8s12s")
 _SIZE = struct.Struct("<I")
-_KEY_BYTES = 16  # of a page's key, see memory.page_keys
-_COLUMNS = 1024  # of a frame that carries a task
-_OWNER = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 _NAME = re.compile(r"[0-9a-f]{40}\.kv")
 _TYPES = {"float32": np.float32, "float16": np.float16, "uint16": np.uint16, "int8": np.int8}
-
-Text = Annotated[str, Meta(max_length=1 << 22)]
-
-
-@dataclass(frozen=True)
-class PrefixTask:
-    """What the nodes of a ring are asked to do with one prefix, and what they have answered so far.
-
-    Attributes:
-        kind: FIND ends of which every node has all files; FILL the caches of a sequence up to position `stop`; KEEP the
-            positions [start, stop) of a sequence; remove the folders of all other OWNERS.
-        seq_id, n_evictions: of the sequence.
-        owner: name of a folder; of OWNERS several, with spaces between.
-        keys: of the prefix's pages, from the first one on, in hex.
-        run_pages: of a run.
-        ends: bit i says that a prefix may end behind page i; in hex.
-        is_end: of KEEP: whether the text ends there, so that states are kept as well.
-        is_done: whether all nodes so far could do it.
-    """
-
-    kind: Annotated[str, one_of((FIND, FILL, KEEP, OWNERS))]
-    seq_id: Whole = 0
-    n_evictions: Whole = 0
-    owner: Text = ""
-    keys: Text = ""
-    run_pages: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
-    start: Whole = 0
-    stop: Whole = 0
-    ends: Text = "0"
-    is_end: bool = False
-    is_done: bool = True
-
-    @property
-    def pages(self) -> list[bytes]:
-        whole = bytes.fromhex(self.keys)
-        return [whole[i : i + _KEY_BYTES] for i in range(0, len(whole), _KEY_BYTES)]
-
-    @property
-    def possible(self) -> int:
-        """`ends` as a number."""
-        return int(self.ends, 16)
-
-    def frame(self, epoch: int, number: int) -> Frame:
-        data = json.dumps({name: value for name, value in vars(self).items()}).encode()
-        n_rows = -(-len(data) // _COLUMNS)
-        return Frame(
-            FrameType.BATCH, epoch, number, n_rows=n_rows, n_cols=_COLUMNS, payload=data.ljust(n_rows * _COLUMNS)
-        )
-
-    @classmethod
-    def of(cls, frame: Frame) -> PrefixTask:
-        """Raises WireError if the frame has none."""
-        try:
-            found = decode(cls, json.loads(bytes(frame.payload)), "a task", WireError)
-            n, is_empty = len(bytes.fromhex(found.keys)) // _KEY_BYTES, int(found.ends, 16) < 0
-        except ValueError as e:
-            raise WireError(f"a frame without rows has no task that can be read: {e}") from None
-        has_place = found.kind not in (FILL, KEEP) or 0 <= found.start < found.stop <= n * PAGE
-        if is_empty or not has_place or found.stop % PAGE or not all(map(_OWNER.fullmatch, found.owner.split(" "))):
-            raise WireError(f"a task {found.kind} for positions {found.start} to {found.stop} of {n} pages")
-        return found
 
 
 class Caches(Protocol):
@@ -460,39 +391,6 @@ class KeptFiles:
                 except (InvalidTag, ValueError):
                     raise _UnreadableError("it is damaged") from None
         raise _UnreadableError("it was sealed with another key")
-
-
-class RingPrefixes:
-    """The kept prefixes of one ring, as its starter sees them.
-
-    Args:
-        files, caches: of the starter itself.
-        seed: of all keys: what the numbers of caches depend on besides ids and adapter.
-        run_pages: see the function.
-        owner_folder: see Secrets; without the realm.
-        owners: all that there are; of any others the files go. (): nobody knows.
-
-    Attributes:
-        seed, run_pages: as given.
-        owners: the task for that.
-    """
-
-    def __init__(
-        self, files: KeptFiles, caches: Caches, seed: str, run_pages: int, owner_folder: Callable[[str], str],
-        owners: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        self._files, self._caches, self.seed = files, caches, seed
-        self.run_pages, self._owner_folder = run_pages, owner_folder
-        self.owners = PrefixTask(OWNERS, owner=" ".join(map(owner_folder, owners))) if owners else None
-
-    def task(self, kind: str, kept_for: str, keys: Sequence[bytes], **of: Any) -> PrefixTask:
-        """A task; `kept_for` is that of a sequence."""
-        folder = self._owner_folder(kept_for.partition("/")[2])
-        return PrefixTask(kind, owner=folder, keys=b"".join(keys).hex(), run_pages=self.run_pages, **of)
-
-    def answer(self, task: PrefixTask) -> PrefixTask:
-        """The task with the starter's own answer."""
-        return self._files.answer(task, self._caches)
 
 
 class _FromFiles(Mapping[int, Piece]):

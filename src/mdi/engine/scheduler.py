@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from mdi.engine.kept_prefixes import FILL, FIND, KEEP, PrefixTask, RingPrefixes
 from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes
+from mdi.engine.prefix_tasks import FILL, FIND, KEEP, PrefixTask, RingPrefixes
 from mdi.engine.replay import Replays
 from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
 from mdi.errors import Code, EngineError

@@ -21,8 +21,8 @@ from mdi.errors import Code, UsageError
 if TYPE_CHECKING:
     import numpy as np
 
-    from mdi.engine.kept_prefixes import PrefixTask
     from mdi.engine.pooling import Pool
+    from mdi.engine.prefix_tasks import PrefixTask
 
 STREAM_STEP = 0x9E3779B97F4A7C15  # of SplitMix64
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from mdi.engine.cohort import Beams, Chooser, Cohort, Ended
-from mdi.engine.kept_prefixes import PrefixTask, RingPrefixes
 from mdi.engine.memory import CacheMemory
 from mdi.engine.pooling import Pool
+from mdi.engine.prefix_tasks import PrefixTask, RingPrefixes
 from mdi.engine.replay import SentRows
 from mdi.engine.sampling import Row, log_probs, on_host, sample, scores_of
 from mdi.engine.scheduler import PromptPace, Scheduler

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from mdi.engine.kept_prefixes import PrefixTask
+from mdi.engine.prefix_tasks import PrefixTask
 from mdi.engine.replay import COMPUTE, FILL, PASS, SentRows
 from mdi.engine.rows import FrameRows, whole_rows
 from mdi.errors import RingEndedError, WireError

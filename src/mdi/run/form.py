@@ -25,8 +25,9 @@ from mdi.checkpoint.adapters import Adapter
 from mdi.control.client import ControlClient, FanOut
 from mdi.control.messages import InitRequest, PartSpec
 from mdi.control.reach import reach_node
-from mdi.engine.kept_prefixes import RingPrefixes, kept_files
+from mdi.engine.kept_prefixes import kept_files
 from mdi.engine.memory import CacheMemory
+from mdi.engine.prefix_tasks import RingPrefixes
 from mdi.engine.replay import COMPUTE, FILL, PASS
 from mdi.engine.rows import receive_buffers, ring_limits
 from mdi.engine.worker import Backend

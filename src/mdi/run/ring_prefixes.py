@@ -7,7 +7,8 @@ import json
 import logging
 from collections.abc import Sequence
 
-from mdi.engine.kept_prefixes import KeptFiles, RingPrefixes, run_pages
+from mdi.engine.kept_prefixes import KeptFiles, run_pages
+from mdi.engine.prefix_tasks import RingPrefixes
 from mdi.engine.worker import Backend
 from mdi.run.identity import RingArithmetic
 from mdi.spec.arithmetic import Arithmetic

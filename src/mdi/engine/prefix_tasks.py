@@ -1,0 +1,121 @@
+"""What a starter asks the nodes of its ring to do with prefixes that stay on their disks (kept_prefixes).
+
+A task travels as a frame of its own, in the order of the frames with rows, and each node answers it in the thread that
+computes: nothing else touches caches.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from mdi.errors import WireError
+from mdi.model.caches import PAGE
+from mdi.net.wire import Frame, FrameType
+from mdi.spec.decode import Meta, Whole, decode, one_of
+
+if TYPE_CHECKING:
+    from mdi.engine.kept_prefixes import Caches, KeptFiles
+
+FIND, FILL, KEEP, OWNERS = "find", "fill", "keep", "owners"
+KEY_BYTES = 16  # of a page's key, see memory.page_keys
+OWNER = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")  # the folder of one
+
+_COLUMNS = 1024  # of a frame that carries a task
+
+Text = Annotated[str, Meta(max_length=1 << 22)]
+
+
+@dataclass(frozen=True)
+class PrefixTask:
+    """What the nodes of a ring are asked to do with one prefix, and what they have answered so far.
+
+    Attributes:
+        kind: FIND ends of which every node has all files; FILL the caches of a sequence up to position `stop`; KEEP the
+            positions [start, stop) of a sequence; remove the folders of all other OWNERS.
+        seq_id, n_evictions: of the sequence.
+        owner: name of a folder; of OWNERS several, with spaces between.
+        keys: of the prefix's pages, from the first one on, in hex.
+        run_pages: of a run.
+        ends: bit i says that a prefix may end behind page i; in hex.
+        is_end: of KEEP: whether the text ends there, so that states are kept as well.
+        is_done: whether all nodes so far could do it.
+    """
+
+    kind: Annotated[str, one_of((FIND, FILL, KEEP, OWNERS))]
+    seq_id: Whole = 0
+    n_evictions: Whole = 0
+    owner: Text = ""
+    keys: Text = ""
+    run_pages: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    start: Whole = 0
+    stop: Whole = 0
+    ends: Text = "0"
+    is_end: bool = False
+    is_done: bool = True
+
+    @property
+    def pages(self) -> list[bytes]:
+        whole = bytes.fromhex(self.keys)
+        return [whole[i : i + KEY_BYTES] for i in range(0, len(whole), KEY_BYTES)]
+
+    @property
+    def possible(self) -> int:
+        """`ends` as a number."""
+        return int(self.ends, 16)
+
+    def frame(self, epoch: int, number: int) -> Frame:
+        data = json.dumps({name: value for name, value in vars(self).items()}).encode()
+        n_rows = -(-len(data) // _COLUMNS)
+        return Frame(
+            FrameType.BATCH, epoch, number, n_rows=n_rows, n_cols=_COLUMNS, payload=data.ljust(n_rows * _COLUMNS)
+        )
+
+    @classmethod
+    def of(cls, frame: Frame) -> PrefixTask:
+        """Raises WireError if the frame has none."""
+        try:
+            found = decode(cls, json.loads(bytes(frame.payload)), "a task", WireError)
+            n, is_empty = len(bytes.fromhex(found.keys)) // KEY_BYTES, int(found.ends, 16) < 0
+        except ValueError as e:
+            raise WireError(f"a frame without rows has no task that can be read: {e}") from None
+        has_place = found.kind not in (FILL, KEEP) or 0 <= found.start < found.stop <= n * PAGE
+        if is_empty or not has_place or found.stop % PAGE or not all(map(OWNER.fullmatch, found.owner.split(" "))):
+            raise WireError(f"a task {found.kind} for positions {found.start} to {found.stop} of {n} pages")
+        return found
+
+
+class RingPrefixes:
+    """The kept prefixes of one ring, as its starter sees them.
+
+    Args:
+        files, caches: of the starter itself.
+        seed: of all keys: what the numbers of caches depend on besides ids and adapter.
+        run_pages: see the function.
+        owner_folder: see Secrets; without the realm.
+        owners: all that there are; of any others the files go. (): nobody knows.
+
+    Attributes:
+        seed, run_pages: as given.
+        owners: the task for that.
+    """
+
+    def __init__(
+        self, files: KeptFiles, caches: Caches, seed: str, run_pages: int, owner_folder: Callable[[str], str],
+        owners: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self._files, self._caches, self.seed = files, caches, seed
+        self.run_pages, self._owner_folder = run_pages, owner_folder
+        self.owners = PrefixTask(OWNERS, owner=" ".join(map(owner_folder, owners))) if owners else None
+
+    def task(self, kind: str, kept_for: str, keys: Sequence[bytes], **of: Any) -> PrefixTask:
+        """A task; `kept_for` is that of a sequence."""
+        folder = self._owner_folder(kept_for.partition("/")[2])
+        return PrefixTask(kind, owner=folder, keys=b"".join(keys).hex(), run_pages=self.run_pages, **of)
+
+    def answer(self, task: PrefixTask) -> PrefixTask:
+        """The task with the starter's own answer."""
+        return self._files.answer(task, self._caches)
