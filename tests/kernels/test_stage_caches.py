@@ -152,12 +152,12 @@ def kernel_caches(kind: Paged, cache_type: str) -> CachePages:
 
 
 def rows_of(kind: Paged, cache_type: str, n: int, seed: int) -> tuple[np.ndarray, ...]:
-    """Of one block, any bits."""
+    """Of one block, any bits. Rows without values, which are latent, have two scales as well."""
     rng = np.random.default_rng(seed)
     dtype = {"float32": np.float32, "bf16": np.uint16, "fp16": np.float16, "int8": np.int8}[cache_type]
     sizes = [size for size in (kind.k_size, kind.v_size) if size]
     rows = [rng.integers(-100, 100, (n, kind.n_groups, size)).astype(dtype) for size in sizes]
-    scales = [rng.random((n, kind.n_groups), dtype=np.float32) for _ in sizes]
+    scales = [rng.random((n, kind.n_groups), dtype=np.float32) for _ in range(2)]
     return (*rows, *(scales if cache_type == "int8" else []))
 
 

@@ -400,11 +400,15 @@ class ModelSpec:
 
     def allowed_cuts(self) -> list[int]:
         """Where the model may be cut: c is between the blocks c - 1 and c. A block stays with the one whose cache it reads, if
-        that gives no column of it.
+        that does not give what it holds (`cache_column`).
         """
         reads = [(one.cache_of, i) for i, one in enumerate(self.blocks) if one.cache_of is not None]
-        kept = [(of, i) for of, i in reads if not any(column.is_cached for column in self.blocks[of].gives)]
+        kept = [(of, i) for of, i in reads if not self._gives_cache(of)]
         return [c for c in range(len(self.blocks) + 1) if not any(of < c <= i for of, i in kept)]
+
+    def _gives_cache(self, block: int) -> bool:
+        mixer, gives = self.blocks[block].mixer, self.blocks[block].gives
+        return bool(gives) and isinstance(mixer, Attention) and cache_column(block, mixer) in gives
 
     def caches_before(self, cut: int) -> list[int]:
         """Blocks in front of a cut whose caches blocks behind it read."""
