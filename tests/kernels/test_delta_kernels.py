@@ -244,6 +244,24 @@ def test_with_lora_the_logits_are_those_of_the_merged_weights(form: str, tmp_pat
         open_adapter(AdapterName("x", folder), 1, config, lambda: None)
 
 
+@pytest.mark.parametrize("module", MODULES["dense"])
+def test_with_heads_in_turn_lora_on_delta_nets_is_refused(module: str, tmp_path: Path) -> None:
+    config = made("dense", tmp_path, linear_value_heads_in_turn=True).config
+    is_delta, folder = module.startswith("linear"), tmp_path / "lora"
+    folder.mkdir()
+    block = 0 if is_delta else 1
+    _, n_out, n_in = adapted_rows(config, "", block, module)
+    path = f"base_model.model.model.layers.{block}.{module}"
+    tensors = {f"{path}.lora_A.weight": np.ones((2, n_in), "f"), f"{path}.lora_B.weight": np.ones((n_out, 2), "f")}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    if is_delta:
+        with pytest.raises(CheckpointError, match="heads are in another order"):
+            open_adapter(AdapterName("x", folder), 1, config, lambda: None)
+    else:
+        open_adapter(AdapterName("x", folder), 1, config, lambda: None)
+
+
 def test_rows_of_a_module_are_those_of_its_layer(tmp_path: Path) -> None:
     """A module with queries and their gates, head by head, as names of files give them."""
     config = made("dense", tmp_path).config
