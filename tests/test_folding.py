@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from families import FAMILIES, model_of
+from families import DEEPSEEK_V3, FAMILIES, config_of, model_of
 from mdi.checkpoint.packing import Packing, folded, norm_before
 from mdi.checkpoint.safetensors_layout import TensorSpec
+from mdi.checkpoint.shapes import shapes_of
 from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, Context, why_not_in_kernels
 from mdi.kernels.layout import pack, unpack
@@ -79,3 +82,23 @@ def test_which_norm_a_layer_reads() -> None:
     assert norm_before("lm_head.weight", spec_of(own)) == "transformer.ln_f.weight"
     for name in ("transformer.h.3.attn.proj.weight", "transformer.h.3.mlp.proj.weight", "transformer.wte.weight"):
         assert norm_before(name, spec_of(own)) is None
+
+
+@pytest.mark.parametrize("q_lora_rank", [24, None])
+def test_the_gain_goes_into_each_matrix_that_reads_the_rows_of_latent_attention(q_lora_rank: int | None) -> None:
+    ranks = {**DEEPSEEK_V3["latent_attention"], "q_lora_rank": q_lora_rank}
+    config = replace(ModelConfig.from_litgpt(config_of("deepseek-v3-shape")), latent_attention=ranks)
+    rng, block = np.random.default_rng(0), "transformer.h.1."
+    specs = {n: one for n, one in shapes_of(config).items() if n.startswith(block) and len(one) < 3}
+    tensors = {n: rng.uniform(0.5, 1.5, shape).astype(np.float32) for n, shape in specs.items()}
+    types = {n: TensorSpec("F32", shape) for n, shape in specs.items()}
+    packing, gain = Packing("int4", "int8"), tensors[f"{block}norm_1.weight"]
+    attention = [n for n in tensors if ".attn." in n and n.endswith(".weight")]
+    changed = [
+        n for n in attention if tensors[n].ndim == 2 and tensors[n].shape[1] == config.n_embd and ".proj" not in n
+    ]
+    assert len(changed) == 2
+    for n in attention:
+        found = folded(n, packing, spec_of(config), tensors.__getitem__, types)[0][:]
+        np.testing.assert_allclose(found, tensors[n] * gain if n in changed else tensors[n], rtol=1e-6)
+    assert (folded(f"{block}norm_1.weight", packing, spec_of(config), tensors.__getitem__, types)[0][:] == 1).all()

@@ -31,9 +31,13 @@ from mdi.engine.starter import StarterEngine
 from mdi.errors import CheckpointError, UsageError
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, with_adapter
+from mdi.kernels.states import StateStore
+from mdi.model.caches import State
 from mdi.model.plain import spec_of
+from mdi.model.spec import DeltaNet
 from mdi.net.ring import LoopbackRing
-from mdi.spec.window import WindowOptions
+from mdi.spec.window import WindowMemory, WindowOptions
+from mdi.stages.building import prompt_rows
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.plain_blocks import PlainBlocks
 from mdi.stages.torch_stage import StarterStage
@@ -242,6 +246,40 @@ def test_with_lora_the_logits_are_those_of_the_merged_weights(form: str, tmp_pat
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 2}))
     with pytest.raises(CheckpointError, match="has gated delta nets, whose states no prefix has"):
         open_adapter(AdapterName("x", folder), 1, config, lambda: None)
+
+
+@pytest.mark.parametrize("module", MODULES["dense"])
+def test_with_heads_in_turn_lora_on_delta_nets_is_refused(module: str, tmp_path: Path) -> None:
+    config = made("dense", tmp_path, linear_value_heads_in_turn=True).config
+    is_delta, folder = module.startswith("linear"), tmp_path / "lora"
+    folder.mkdir()
+    block = 0 if is_delta else 1
+    _, n_out, n_in = adapted_rows(config, "", block, module)
+    path = f"base_model.model.model.layers.{block}.{module}"
+    tensors = {f"{path}.lora_A.weight": np.ones((2, n_in), "f"), f"{path}.lora_B.weight": np.ones((n_out, 2), "f")}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    if is_delta:
+        with pytest.raises(CheckpointError, match="heads are in another order"):
+            open_adapter(AdapterName("x", folder), 1, config, lambda: None)
+    else:
+        open_adapter(AdapterName("x", folder), 1, config, lambda: None)
+
+
+def test_frames_under_a_window_of_weights_have_as_many_rows_as_are_counted_for_states(tmp_path: Path) -> None:
+    """A cache limit that a text fits into by the count holds the frames that it comes in."""
+    spec = spec_of(made("dense", tmp_path).config)
+    rows = prompt_rows(WindowMemory(), spec)
+    of = next(
+        State(m.n_head, m.k_size, m.v_size, m.n_channels, m.n_taps)
+        for m in (block.mixer for block in spec.blocks)
+        if isinstance(m, DeltaNet)
+    )
+    length = 512
+    store = StateStore(of, 3, of.of_blocks(3, "float32").n_bytes(length))
+    entry = store.begin()
+    for start in range(0, length, rows):
+        store.grow(entry, start, min(rows, length - start))
 
 
 def test_rows_of_a_module_are_those_of_its_layer(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from mdi.families.registry import places_of
 from mdi.kernels.blocks import LAYERS, MOST_ADAPTERS, MOST_RANK, LowRank
 from mdi.kernels.layout import floats
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.model.spec import Attention, Mixer, ModelSpec
+from mdi.model.spec import Attention, DeltaNet, Mixer, ModelSpec
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE_KEY = (
@@ -353,6 +353,11 @@ class LowRankAdapter(Adapter):
     def _pieces_of(self, block: int, module: str) -> tuple[tuple[AdaptedRows, ...], int, int]:
         """A module's rows among our layers, and its number of outputs and inputs."""
         pieces, n_rows, n_in = adapted_rows(self._config, str(self.folder), block, module)
+        mixer = spec_of(self._config).blocks[block].mixer if pieces else None
+        if isinstance(mixer, DeltaNet) and mixer.is_in_turn and any(one.layer.startswith("delta.") for one in pieces):
+            raise self._refused(
+                f"{module[:200]} of block {block}, whose heads are in another order in this model (a GGUF file's)"
+            )
         if not pieces:
             raise self._refused(
                 f"{module[:200]} of block {block}, where this model has no such layer that can be adapted"

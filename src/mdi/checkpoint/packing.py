@@ -261,7 +261,7 @@ FOLDED_FORMATS = (
 )  # only in formats of a few bits; in others, weights stay as in the checkpoint
 
 _BLOCK = re.compile(r"(transformer\.h\.(\d+)\.)(.*)\.weight")
-_MIXERS = re.compile(r"attn\.(qkv|out_gate|q_a_proj|kv_a_proj_with_mqa)|delta\.(qkv|out_gate|gates)")
+_MIXERS = re.compile(r"attn\.(qkv|out_gate|q_proj|q_a_proj|kv_a_proj_with_mqa)|delta\.(qkv|out_gate|gates)")
 _MLP = re.compile(r"mlp\.(gate|shared_experts\.gate|(experts\.\d+\.|shared_experts\.)?fc(_1|_2)?)")
 
 

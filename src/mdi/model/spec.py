@@ -389,6 +389,11 @@ class ModelSpec:
         return any(isinstance(one.mlp, Experts) for one in self.kinds)
 
     @property
+    def has_states(self) -> bool:
+        """Whether a block keeps a state in place of keys and values."""
+        return any(isinstance(one.mixer, DeltaNet) for one in self.kinds)
+
+    @property
     def has_window(self) -> bool:
         """Whether a block sees a limited number of positions."""
         return any(one.mixer.window is not None for one in self.kinds)

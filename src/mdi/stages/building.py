@@ -111,8 +111,8 @@ def build_stage(
 
 
 def prompt_rows(memory: WeightMemory, spec: ModelSpec) -> int:
-    """Rows of prompts in a frame at most; of a model that looks back a fixed number of positions, what its caches hold."""
-    return CHUNK_ROWS if window_of(memory) is None or spec.has_window else PROMPT_ROWS
+    """Rows of prompts in a frame at most; of a model with windows of attention or states, what is counted for its caches."""
+    return CHUNK_ROWS if window_of(memory) is None or spec.has_window or spec.has_states else PROMPT_ROWS
 
 
 POPULATE_BYTES = 64 << 20  # bytes that are loaded between two looks at whether it goes on
