@@ -143,6 +143,18 @@ def test_a_file_that_was_changed_is_removed_and_its_part_computed(family: str, t
         assert check_next_turn(family, 2, folders, before) == 0
 
 
+@pytest.mark.parametrize("n_nodes", [1, 2])
+def test_what_is_in_front_of_a_damaged_file_is_used(n_nodes: int, tmp_path: Path) -> None:
+    """The second try fills a sequence that was to be freed after the first one."""
+    folders = folders_of(tmp_path, n_nodes)
+    with kept_text(LLAMA, n_nodes, folders) as before:
+        largest = max(path.stat().st_size for path in all_files(folders))
+        for path in all_files(folders):
+            if path.stat().st_size < largest:
+                path.write_bytes(path.read_bytes()[:-1] + b"?")
+        assert check_next_turn(LLAMA, n_nodes, folders, before) == 64
+
+
 def test_files_of_another_key_or_version_go_and_one_cannot_stand_for_another(tmp_path: Path) -> None:
     folders = folders_of(tmp_path, 1)
     with kept_text(LLAMA, 1, folders) as before:

@@ -568,6 +568,8 @@ class Scheduler:
     def _go_on_with(self, sequence: Sequence, task: PrefixTask) -> None:
         if task.kind == FIND and task.possible:
             stop = PAGE * task.possible.bit_length()
+            if sequence.seq_id in self._freed:  # after another FILL; every node frees it before it fills
+                self._freed.remove(sequence.seq_id)  # and no later frame may free what is filled
             self._tasks.append(replace(task, kind=FILL, start=0, stop=stop))
             return
         if task.kind == FILL and not task.is_done:  # what was damaged is gone: a shorter one may be whole
