@@ -29,7 +29,7 @@ import shutil
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -70,7 +70,7 @@ class Caches(Protocol):
     @property
     def cache_type(self) -> str: ...
     def classes_of_blocks(self) -> dict[int, CacheClass]: ...
-    def export(self, seq_id: int, start: int, stop: int) -> CacheRun: ...
+    def export(self, seq_id: int, start: int, stop: int, wanted: Collection[int] | None = None) -> CacheRun: ...
     def fill(self, seq_id: int, run: CacheRun) -> None: ...
     def free(self, seq_id: int) -> None: ...
 
@@ -164,7 +164,7 @@ class KeptFiles:
         self._free = free or (lambda: shutil.disk_usage(folder).free)
         self._bytes_per_s = bytes_per_s
         self._queue: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
-        self._waiting_bytes = 0
+        self._waiting: dict[Path, int] = {}  # bytes of each file that is to be written
         self._known_bytes: int | None = None  # of all files; None: they have to be counted
         self._ending, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -227,33 +227,30 @@ class KeptFiles:
     def _keep(self, task: PrefixTask, caches: Caches) -> bool:
         """Have what is missing of a run written; False: too much waits already, to be asked again."""
         blocks, pages, folder = caches.classes_of_blocks(), task.pages, self._folder / task.owner
-        if self._waiting_bytes > WAITING_BYTES // 2:
-            return False
         cut, whole = _by_cut(blocks)
-        key = pages[task.stop // PAGE - 1]
-        missing = [i for i in (*cut, *(whole if task.is_end else ())) if not _path(folder, key, i).exists()]
-        if missing:
+        n = task.stop // PAGE - 1
+        for block in (*cut, *(whole if task.is_end else ())):
+            path, is_whole = _path(folder, pages[n], block), block in whole
+            if path in self._waiting or path.exists():
+                continue
+            if self._waiting_bytes >= WAITING_BYTES:
+                return False
+            first = 0 if is_whole else task.start
             try:
-                found = caches.export(task.seq_id, task.start, task.stop)
-                states = caches.export(task.seq_id, 0, task.stop) if task.is_end and whole else found
+                piece = caches.export(task.seq_id, first, task.stop, (block,)).blocks[block]
             except EngineError as e:  # it cannot be cut to the end of a page any more
                 logger.debug("not kept: %s", e)
                 return True
-            for block in missing:
-                is_whole = block in whole
-                earlier = (
-                    pages[: task.stop // PAGE - 1] if is_whole else pages[task.start // PAGE : task.stop // PAGE - 1]
-                )
-                piece = (states if is_whole else found).blocks[block]
-                self._put(
-                    _Written(
-                        _path(folder, key, block),
-                        _packed(piece, caches.cache_type),
-                        [_path(folder, page, block) for page in earlier],
-                        (ENDS_KEPT if is_whole else TAILS_KEPT) - 1,
-                    )  # fmt: skip
-                )
+            earlier = [_path(folder, page, block) for page in pages[first // PAGE : n]]
+            self._put(
+                _Written(path, _packed(piece, caches.cache_type), earlier, (ENDS_KEPT if is_whole else TAILS_KEPT) - 1)
+            )
         return True
+
+    @property
+    def _waiting_bytes(self) -> int:
+        with self._lock:
+            return sum(self._waiting.values())
 
     def _remove_others(self, task: PrefixTask) -> None:
         """Remove folders of owners of the same realm that are not among those of the task."""
@@ -266,7 +263,7 @@ class KeptFiles:
 
     def _put(self, one: _Written) -> None:
         with self._lock:
-            self._waiting_bytes += len(one.data)
+            self._waiting[one.path] = len(one.data)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_all, name="kept-prefixes", daemon=True)
                 self._thread.start()
@@ -307,7 +304,7 @@ class KeptFiles:
                     logger.warning("prefixes are not kept on this disk: %s", e)
                 is_told = True
             with self._lock:
-                self._waiting_bytes -= len(data)
+                del self._waiting[path]
             self._ending.wait(len(data) / self._bytes_per_s)
 
     def _write(self, path: Path, data: bytes) -> None:
