@@ -365,3 +365,16 @@ def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: pytest
             files.answer(keep_task(1), caches)
         assert files.answer(keep_task(1), caches).is_done and files.flush(DEADLINE_S)
         assert caches.exported == [*range(8)] and len(all_files([tmp_path])) == 8
+
+
+def test_two_processes_together_keep_no_more_than_the_limit(tmp_path: Path) -> None:
+    limit, caches = 1 << 19, MadeUp(16)
+    (part := tmp_path / "other" / f"{'0' * 40}.kv.{os.getpid()}.part").parent.mkdir()
+    part.write_bytes(b"x")
+    os.utime(part, (0, 0))
+    with kept([tmp_path] * 2, limit_bytes=limit) as nodes:
+        for text in range(64):
+            files = nodes[text % 2]
+            assert files.answer(keep_task(text), caches).is_done and files.flush(DEADLINE_S)
+        assert sum(size for _, size, _ in files.files()) <= limit * 9 // 8
+        assert part.exists(), "another process writes it"

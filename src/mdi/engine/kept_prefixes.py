@@ -166,6 +166,7 @@ class KeptFiles:
         self._queue: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
         self._waiting: dict[Path, int] = {}  # bytes of each file that is to be written
         self._known_bytes: int | None = None  # of all files; None: they have to be counted
+        self._uncounted_bytes = 0  # written since they were counted: others may have written as many
         self._ending, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -298,7 +299,7 @@ class KeptFiles:
             try:
                 self._write(path, data)
                 _keep_newest(item.earlier, item.n_earlier)
-            except (MdiError, OSError) as e:
+            except Exception as e:  # of one file; the thread goes on with the next one
                 self._known_bytes = None
                 if not is_told:
                     logger.warning("prefixes are not kept on this disk: %s", e)
@@ -314,16 +315,19 @@ class KeptFiles:
             file.write(self._sealed(path.name, data))
         if self._known_bytes is not None:
             self._known_bytes += len(data)
+        self._uncounted_bytes += len(data)
 
     def _make_room(self, n_bytes: int) -> None:
         """Remove the files that were used longest ago, until there is room. Raises EngineError if there is none."""
         lacks = n_bytes + FREE_BYTES - self._free()
-        if self._known_bytes is None:
-            self._known_bytes = sum(size for _, size, _ in self.files())
+        if self._known_bytes is None or self._uncounted_bytes > self._limit_bytes // 16:
+            self._known_bytes, self._uncounted_bytes = sum(size for _, size, _ in self.files()), 0
         lacks = max(lacks, self._known_bytes + n_bytes - self._limit_bytes)
         for path, size, _ in sorted(self.files(), key=lambda one: one[2]) if lacks > 0 else ():
             if lacks <= 0:
                 break
+            if path.suffix == ".part":
+                continue  # another process writes it, or `sweep` removes it
             path.unlink(missing_ok=True)
             lacks -= size
             self._known_bytes -= size
@@ -343,12 +347,13 @@ class KeptFiles:
             if path.suffix == ".part":
                 _unlink_unfinished(path)
                 continue
-            with open(path, "rb") as file:
-                head = file.read(_HEAD.size)
-            magic, version, key_id, _ = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, b"", b"")
-            is_foreign = key_id not in known and time.time() - used_s > FOREIGN_S
-            if (magic, version) != (_MAGIC, _VERSION) or is_foreign:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of one file
+                with open(path, "rb") as file:
+                    head = file.read(_HEAD.size)
+                magic, version, key_id, _ = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, b"", b"")
+                is_foreign = key_id not in known and time.time() - used_s > FOREIGN_S
+                if (magic, version) != (_MAGIC, _VERSION) or is_foreign:
+                    path.unlink(missing_ok=True)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what waits, as far as that goes in so much time, and then nothing more. Harmless if repeated."""
