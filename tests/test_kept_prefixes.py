@@ -6,19 +6,26 @@ import errno
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from litgpt.model import GPT
 
-from families import greedy, model_of, prompt
-from loopback import InProcessRing, Text, ring_of
+from families import config_of, greedy, model_of, prompt, random_gpt
+from loopback import DEADLINE_S, InProcessRing, Text, ring_of
+from mdi.engine import kept_prefixes
 from mdi.engine.cohort import Beams
 from mdi.engine.kept_prefixes import KeptFiles, Secrets
 from mdi.engine.memory import CacheMemory, NodeCaches
+from mdi.engine.prefix_tasks import KEEP, PrefixTask
 from mdi.engine.sequence import SamplingParams
+from mdi.kernels.stage_caches import CacheRun, Piece
+from mdi.model.caches import PAGE, CacheClass, PageClass
 
 GREEDY = SamplingParams(n_tokens=12, temperature=0)
 LLAMA, GEMMA, LATENT = "Llama-3.1-8B", "Gemma-3-1b-it", "deepseek-v3-shape"
@@ -43,12 +50,19 @@ def kept(
 
 
 @contextmanager
-def ring(family: str, n_nodes: int, files: list[KeptFiles], **kwargs: object) -> Iterator[InProcessRing]:
+def ring(
+    family: str, n_nodes: int, files: list[KeptFiles], gpt: GPT | None = None, **kwargs: object
+) -> Iterator[InProcessRing]:
     """A ring whose nodes have just begun: nothing is in memory."""
-    with ring_of(model_of(family), n_nodes, files=files, owner_folder=owner_folder, **kwargs) as made:
+    with ring_of(gpt or model_of(family), n_nodes, files=files, owner_folder=owner_folder, **kwargs) as made:
         nodes = [NodeCaches(f"node{i}", 1 << 40, tuple(s.caches.classes)) for i, s in enumerate(made.stages)]
         made.engine.memory = CacheMemory(tuple(nodes))
         yield made
+
+
+def wide_model(family: str) -> GPT:
+    """With a longer context."""
+    return random_gpt(config_of(family, block_size=320))
 
 
 def folders_of(tmp_path: Path, n: int) -> list[Path]:
@@ -82,6 +96,18 @@ def test_after_a_restart_the_next_turn_has_the_ids_that_it_would_have_had(
         assert made.engine.n_reused == 0, "others' files are theirs"
         assert ask(made, second).ids == greedy(gpt, second, 12)
         assert made.engine.n_reused == 96, "files were not read"
+
+
+@pytest.mark.parametrize("n_nodes", [1, 2])
+def test_a_text_of_several_runs_with_windows_is_found_by_its_end(n_nodes: int, tmp_path: Path) -> None:
+    """Windows have dropped what they had at the end of its first runs."""
+    gpt, first, folders = wide_model(GEMMA), prompt(228, 1), folders_of(tmp_path, n_nodes)
+    with kept(folders) as files, ring(GEMMA, n_nodes, files, gpt=gpt, max_length=320) as made:
+        second = [*first, *ask(made, first).ids, *prompt(20, 2)]
+        made.keep()
+    with kept(folders) as files, ring(GEMMA, n_nodes, files, gpt=gpt, max_length=320) as made:
+        assert ask(made, second).ids == greedy(gpt, second, 12)
+        assert made.engine.n_reused == 224
 
 
 @contextmanager
@@ -141,6 +167,18 @@ def test_a_file_that_was_changed_is_removed_and_its_part_computed(family: str, t
             whole = path.read_bytes()
             path.write_bytes(whole[:100] + bytes([whole[100] ^ 4]) + whole[101:])
         assert check_next_turn(family, 2, folders, before) == 0
+
+
+@pytest.mark.parametrize("n_nodes", [1, 2])
+def test_what_is_in_front_of_a_damaged_file_is_used(n_nodes: int, tmp_path: Path) -> None:
+    """The second try fills a sequence that was to be freed after the first one."""
+    folders = folders_of(tmp_path, n_nodes)
+    with kept_text(LLAMA, n_nodes, folders) as before:
+        largest = max(path.stat().st_size for path in all_files(folders))
+        for path in all_files(folders):
+            if path.stat().st_size < largest:
+                path.write_bytes(path.read_bytes()[:-1] + b"?")
+        assert check_next_turn(LLAMA, n_nodes, folders, before) == 64
 
 
 def test_files_of_another_key_or_version_go_and_one_cannot_stand_for_another(tmp_path: Path) -> None:
@@ -284,3 +322,59 @@ def test_whatever_happens_to_files_ids_stay_the_same(
                 made.keep()
         disk.harm(folders)
         ids = [*ids, *text.ids[: rng.randrange(12)], *prompt(1 + rng.randrange(8), turn + 5)]
+
+
+class MadeUp:
+    """Caches of blocks that have 1024 bytes in each page."""
+
+    cache_type = "float32"
+
+    def __init__(self, n_blocks: int) -> None:
+        self._blocks = range(n_blocks)
+        self.exported: list[int] = []
+
+    def classes_of_blocks(self) -> dict[int, CacheClass]:
+        return {i: PageClass(None, 1024) for i in self._blocks}
+
+    def export(self, seq_id: int, start: int, stop: int, wanted: Collection[int] | None = None) -> CacheRun:
+        assert wanted is not None
+        self.exported += wanted
+        rows = np.zeros((stop - start, 8), np.float32)
+        return CacheRun(start, stop, self.cache_type, {i: Piece(start, (rows,)) for i in wanted})
+
+    def fill(self, seq_id: int, run: CacheRun) -> None: ...
+
+    def free(self, seq_id: int) -> None: ...
+
+
+def keep_task(text: int) -> PrefixTask:
+    """One page of a text."""
+    return PrefixTask(KEEP, owner=owner_folder("a"), keys=f"{text:032x}", stop=PAGE, is_end=True)
+
+
+def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_prefixes, "WAITING_BYTES", 3000)
+    caches, may_write = MadeUp(8), threading.Event()
+    with kept([tmp_path], free=lambda: may_write.wait(DEADLINE_S) << 40) as (files,):
+        for _ in range(2):
+            assert not files.answer(keep_task(1), caches).is_done
+            assert caches.exported == [0, 1, 2], "they wait"
+        may_write.set()
+        for _ in range(2):
+            assert files.flush(DEADLINE_S)
+            files.answer(keep_task(1), caches)
+        assert files.answer(keep_task(1), caches).is_done and files.flush(DEADLINE_S)
+        assert caches.exported == [*range(8)] and len(all_files([tmp_path])) == 8
+
+
+def test_two_processes_together_keep_no_more_than_the_limit(tmp_path: Path) -> None:
+    limit, caches = 1 << 19, MadeUp(16)
+    (part := tmp_path / "other" / f"{'0' * 40}.kv.{os.getpid()}.part").parent.mkdir()
+    part.write_bytes(b"x")
+    os.utime(part, (0, 0))
+    with kept([tmp_path] * 2, limit_bytes=limit) as nodes:
+        for text in range(64):
+            files = nodes[text % 2]
+            assert files.answer(keep_task(text), caches).is_done and files.flush(DEADLINE_S)
+        assert sum(size for _, size, _ in files.files()) <= limit * 9 // 8
+        assert part.exists(), "another process writes it"

@@ -39,7 +39,7 @@ from mdi.families.registry import FAMILIES
 from mdi.kernels import library
 from mdi.kernels.slices import Slices
 from mdi.kernels.states import StateStore
-from mdi.model.caches import SLACK, StateClass
+from mdi.model.caches import PAGE, SLACK, StateClass
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.placement.model import model_shape
 from mdi.spec.cluster import standalone
@@ -547,8 +547,11 @@ def test_kept_states_go_on_as_if_nothing_had_ended(tmp_path: Path, computing: st
     for at in range(0, 200, 50):
         rows_of(stages, ids[at : at + 50], at, 1)
     keys, owner = page_keys("", ids[:200]), f"{'0' * 16}-{'0' * 16}"
-    keep = PrefixTask(KEEP, 1, 0, owner, b"".join(keys).hex(), 8, 0, 192, is_end=True)
+    keep = PrefixTask(KEEP, 1, 0, owner, b"".join(keys).hex(), 2, 128, 192, is_end=True)
     files = KeptFiles(tmp_path, 1 << 30, Secrets(tmp_path, None), lambda: 1 << 40, 1e12)
+    for start in (0, 64):  # whose states have taken in rows behind them
+        run = replace(keep, keys=b"".join(keys[: start // PAGE + 2]).hex(), start=start, stop=start + 64, is_end=False)
+        assert all([files.answer(run, stage.caches).is_done for stage in stages])
     for stage in stages:
         assert files.answer(keep, stage.caches).is_done
     assert files.flush(60)
@@ -557,7 +560,7 @@ def test_kept_states_go_on_as_if_nothing_had_ended(tmp_path: Path, computing: st
         find = files.answer(find, stage.caches)
     assert find.possible == 1 << 5, "a state has one end only"
     for stage in other:
-        assert files.answer(replace(keep, kind=FILL), stage.caches).is_done
+        assert files.answer(replace(keep, kind=FILL, start=0), stage.caches).is_done
     found = rows_of(other, ids[192:], 192, 1)
     assert np.abs(found - Texts(source, computing).logits(ids)[192:]).max() <= CLOSE[computing]
     files.close()

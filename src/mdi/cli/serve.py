@@ -69,7 +69,8 @@ def run(options: Options, cancel: Cancel) -> int:
     found = with_machines(options)
     settings = serve_settings(options)
     owners = tuple((key.name, key.digest) for key in settings.keys)
-    realm = str(options.api_key_file or "") if owners else ""
+    file, digests = options.api_key_file, [key.digest for key in settings.keys]
+    realm = str(file.expanduser().resolve()) if file else " ".join(sorted(digests))
     options = replace(options, key=found.key, prefix_owners=owners, prefix_realm=realm)
     with Discovery(found, cancel) as discovery:
         return _run_api(options, settings, discovery, cancel)

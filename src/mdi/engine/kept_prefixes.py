@@ -29,7 +29,7 @@ import shutil
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -70,7 +70,7 @@ class Caches(Protocol):
     @property
     def cache_type(self) -> str: ...
     def classes_of_blocks(self) -> dict[int, CacheClass]: ...
-    def export(self, seq_id: int, start: int, stop: int) -> CacheRun: ...
+    def export(self, seq_id: int, start: int, stop: int, wanted: Collection[int] | None = None) -> CacheRun: ...
     def fill(self, seq_id: int, run: CacheRun) -> None: ...
     def free(self, seq_id: int) -> None: ...
 
@@ -164,8 +164,9 @@ class KeptFiles:
         self._free = free or (lambda: shutil.disk_usage(folder).free)
         self._bytes_per_s = bytes_per_s
         self._queue: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
-        self._waiting_bytes = 0
+        self._waiting: dict[Path, int] = {}  # bytes of each file that is to be written
         self._known_bytes: int | None = None  # of all files; None: they have to be counted
+        self._uncounted_bytes = 0  # written since they were counted: others may have written as many
         self._ending, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -227,33 +228,30 @@ class KeptFiles:
     def _keep(self, task: PrefixTask, caches: Caches) -> bool:
         """Have what is missing of a run written; False: too much waits already, to be asked again."""
         blocks, pages, folder = caches.classes_of_blocks(), task.pages, self._folder / task.owner
-        if self._waiting_bytes > WAITING_BYTES // 2:
-            return False
         cut, whole = _by_cut(blocks)
-        key = pages[task.stop // PAGE - 1]
-        missing = [i for i in (*cut, *(whole if task.is_end else ())) if not _path(folder, key, i).exists()]
-        if missing:
+        n = task.stop // PAGE - 1
+        for block in (*cut, *(whole if task.is_end else ())):
+            path, is_whole = _path(folder, pages[n], block), block in whole
+            if path in self._waiting or path.exists():
+                continue
+            if self._waiting_bytes >= WAITING_BYTES:
+                return False
+            first = 0 if is_whole else task.start
             try:
-                found = caches.export(task.seq_id, task.start, task.stop)
-                states = caches.export(task.seq_id, 0, task.stop) if task.is_end and whole else found
+                piece = caches.export(task.seq_id, first, task.stop, (block,)).blocks[block]
             except EngineError as e:  # it cannot be cut to the end of a page any more
                 logger.debug("not kept: %s", e)
                 return True
-            for block in missing:
-                is_whole = block in whole
-                earlier = (
-                    pages[: task.stop // PAGE - 1] if is_whole else pages[task.start // PAGE : task.stop // PAGE - 1]
-                )
-                piece = (states if is_whole else found).blocks[block]
-                self._put(
-                    _Written(
-                        _path(folder, key, block),
-                        _packed(piece, caches.cache_type),
-                        [_path(folder, page, block) for page in earlier],
-                        (ENDS_KEPT if is_whole else TAILS_KEPT) - 1,
-                    )  # fmt: skip
-                )
+            earlier = [_path(folder, page, block) for page in pages[first // PAGE : n]]
+            self._put(
+                _Written(path, _packed(piece, caches.cache_type), earlier, (ENDS_KEPT if is_whole else TAILS_KEPT) - 1)
+            )
         return True
+
+    @property
+    def _waiting_bytes(self) -> int:
+        with self._lock:
+            return sum(self._waiting.values())
 
     def _remove_others(self, task: PrefixTask) -> None:
         """Remove folders of owners of the same realm that are not among those of the task."""
@@ -266,7 +264,7 @@ class KeptFiles:
 
     def _put(self, one: _Written) -> None:
         with self._lock:
-            self._waiting_bytes += len(one.data)
+            self._waiting[one.path] = len(one.data)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_all, name="kept-prefixes", daemon=True)
                 self._thread.start()
@@ -301,13 +299,13 @@ class KeptFiles:
             try:
                 self._write(path, data)
                 _keep_newest(item.earlier, item.n_earlier)
-            except (MdiError, OSError) as e:
+            except Exception as e:  # of one file; the thread goes on with the next one
                 self._known_bytes = None
                 if not is_told:
                     logger.warning("prefixes are not kept on this disk: %s", e)
                 is_told = True
             with self._lock:
-                self._waiting_bytes -= len(data)
+                del self._waiting[path]
             self._ending.wait(len(data) / self._bytes_per_s)
 
     def _write(self, path: Path, data: bytes) -> None:
@@ -317,16 +315,19 @@ class KeptFiles:
             file.write(self._sealed(path.name, data))
         if self._known_bytes is not None:
             self._known_bytes += len(data)
+        self._uncounted_bytes += len(data)
 
     def _make_room(self, n_bytes: int) -> None:
         """Remove the files that were used longest ago, until there is room. Raises EngineError if there is none."""
         lacks = n_bytes + FREE_BYTES - self._free()
-        if self._known_bytes is None:
-            self._known_bytes = sum(size for _, size, _ in self.files())
+        if self._known_bytes is None or self._uncounted_bytes > self._limit_bytes // 16:
+            self._known_bytes, self._uncounted_bytes = sum(size for _, size, _ in self.files()), 0
         lacks = max(lacks, self._known_bytes + n_bytes - self._limit_bytes)
         for path, size, _ in sorted(self.files(), key=lambda one: one[2]) if lacks > 0 else ():
             if lacks <= 0:
                 break
+            if path.suffix == ".part":
+                continue  # another process writes it, or `sweep` removes it
             path.unlink(missing_ok=True)
             lacks -= size
             self._known_bytes -= size
@@ -346,12 +347,13 @@ class KeptFiles:
             if path.suffix == ".part":
                 _unlink_unfinished(path)
                 continue
-            with open(path, "rb") as file:
-                head = file.read(_HEAD.size)
-            magic, version, key_id, _ = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, b"", b"")
-            is_foreign = key_id not in known and time.time() - used_s > FOREIGN_S
-            if (magic, version) != (_MAGIC, _VERSION) or is_foreign:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of one file
+                with open(path, "rb") as file:
+                    head = file.read(_HEAD.size)
+                magic, version, key_id, _ = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, b"", b"")
+                is_foreign = key_id not in known and time.time() - used_s > FOREIGN_S
+                if (magic, version) != (_MAGIC, _VERSION) or is_foreign:
+                    path.unlink(missing_ok=True)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what waits, as far as that goes in so much time, and then nothing more. Harmless if repeated."""

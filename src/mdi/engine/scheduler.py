@@ -375,6 +375,8 @@ class Scheduler:
             EngineError: it is not the frame that is due, or not with the tokens that it went out for.
         """
         plan, are_live = self.due(number)
+        if plan.task is not None:
+            raise EngineError(f"frame {number} came back without the task that it was sent with", Code.WIRE)
         live = list(itertools.compress(plan.slices, are_live))
         if not {part.seq_id for part in live} <= tokens.keys() <= {p.seq_id for p in plan.slices if p.n_logits}:
             raise EngineError(f"frame {number} came back with other sequences than it was sent with")
@@ -555,19 +557,24 @@ class Scheduler:
     def answered(self, number: int, task: PrefixTask) -> None:
         """A frame with a task is back. Raises EngineError: it is not the frame that is due."""
         plan, _ = self.due(number)
-        if plan.task is None or plan.task.kind != task.kind:
-            raise EngineError(f"frame {number} came back with another task than it was sent with")
+        asked = plan.task
+        if asked is None or asked.kind != task.kind:
+            raise EngineError(f"frame {number} came back with another task than it was sent with", Code.WIRE)
         self._in_flight.popleft()
-        if task.kind == KEEP:
-            self._note_kept(task)
+        # Only answers are taken from what came back.
+        answered = replace(asked, ends=f"{asked.possible & task.possible:x}", is_done=task.is_done)
+        if asked.kind == KEEP:
+            self._note_kept(answered)
             return
-        sequence = self._asking.get(task.seq_id) if task.kind in (FIND, FILL) else None
-        if sequence is not None and sequence.n_evictions == task.n_evictions:
-            self._go_on_with(sequence, task)
+        sequence = self._asking.get(asked.seq_id) if asked.kind in (FIND, FILL) else None
+        if sequence is not None and sequence.n_evictions == asked.n_evictions:
+            self._go_on_with(sequence, answered)
 
     def _go_on_with(self, sequence: Sequence, task: PrefixTask) -> None:
         if task.kind == FIND and task.possible:
             stop = PAGE * task.possible.bit_length()
+            if sequence.seq_id in self._freed:  # after another FILL; every node frees it before it fills
+                self._freed.remove(sequence.seq_id)  # and no later frame may free what is filled
             self._tasks.append(replace(task, kind=FILL, start=0, stop=stop))
             return
         if task.kind == FILL and not task.is_done:  # what was damaged is gone: a shorter one may be whole

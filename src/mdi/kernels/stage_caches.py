@@ -6,7 +6,7 @@ at `start` makes all rows before start - SLACK final: a window may drop them, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -193,8 +193,11 @@ class StageCaches(Generic[S]):
         sequence = self._sequences.get(seq_id)
         return 0 if sequence is None else sequence.end
 
-    def export(self, seq_id: int, start: int, stop: int) -> CacheRun:
+    def export(self, seq_id: int, start: int, stop: int, wanted: Collection[int] | None = None) -> CacheRun:
         """A copy of what a sequence has of the positions [start, stop), so that it can go on at `stop`.
+
+        Args:
+            wanted: blocks, by their numbers in the model; None: all. Others are not looked at.
 
         Raises:
             EngineError: it does not reach so far, or a cache cannot go back so far.
@@ -202,9 +205,10 @@ class StageCaches(Generic[S]):
         if not 0 <= start < stop <= self.end(seq_id):
             raise EngineError(f"positions {start} to {stop} of sequence {seq_id}, whose cache has {self.end(seq_id)}")
         entries = self.entries(seq_id)
-        for store, entry in zip(self.stores, entries, strict=True):
-            store.check(entry, stop)
-        blocks = {i: self.stores[c].read(entries[c], number, start, stop) for (c, number), i in self._writers.items()}
+        places = {i: place for place, i in self._writers.items() if wanted is None or i in wanted}
+        for c in {c for c, _ in places.values()}:
+            self.stores[c].check(entries[c], stop)
+        blocks = {i: self.stores[c].read(entries[c], number, start, stop) for i, (c, number) in places.items()}
         return CacheRun(start, stop, self.cache_type, blocks)
 
     def fill(self, seq_id: int, run: CacheRun) -> None:

@@ -439,7 +439,9 @@ class Former:
         ring.is_exact = before is None or before.arithmetic == ring.arithmetic
         ring.may_guess = basis.options.draft_inexact or ring.arithmetic.is_fixed
         if self._prefixes is not None:
-            ring.prefixes = self._prefixes.of_ring(basis.weights, ring.stage, names, [*ring.arithmetics.values()])
+            ring.prefixes = self._prefixes.of_ring(
+                basis.weights, ring.stage, names, [*ring.arithmetics.values()], basis.extent.max_length
+            )
         ring.is_deep = not ring.has_window and not share_cores(cluster.nodes)
         self._has_caches = True
         return ring

@@ -7,9 +7,12 @@ import json
 import logging
 from collections.abc import Sequence
 
+import mdi
+from mdi.checkpoint.parts import stage_parts
 from mdi.engine.kept_prefixes import KeptFiles, run_pages
 from mdi.engine.prefix_tasks import RingPrefixes
 from mdi.engine.worker import Backend
+from mdi.kernels import LAYOUT_VERSION
 from mdi.run.identity import RingArithmetic
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.options import StarterOptions
@@ -26,12 +29,18 @@ class StarterPrefixes:
         self._is_told = False
 
     def of_ring(
-        self, weights: StarterWeights, stage: Backend, names: Sequence[str], arithmetics: Sequence[Arithmetic]
+        self,
+        weights: StarterWeights,
+        stage: Backend,
+        names: Sequence[str],
+        arithmetics: Sequence[Arithmetic],
+        max_length: int,
     ) -> RingPrefixes | None:
         """For a ring of these nodes; None: what was kept could not be used, and nothing is kept.
 
         Args:
             arithmetics: of its nodes.
+            max_length: of the run: positions may be scaled by it.
         """
         options, realm, digests = self._options, self._options.prefix_realm, dict(self._options.prefix_owners)
         now, later = (
@@ -50,8 +59,10 @@ class StarterPrefixes:
             return None
         first, cache_type = arithmetics[0], stage.caches.cache_type
         known = [
-            weights.model.config_hash, weights.spec(f"block.{weights.n_layer - 1}").sha256, weights.model.dtype,
-            first.formats.of_all, cache_type, options.dtype, options.wire_dtype if len(names) > 1 else "", now.sha256,
+            mdi.__version__, LAYOUT_VERSION, weights.model.config_hash,
+            *(weights.spec(part).sha256 for part in stage_parts(0, weights.n_layer, starter=True)), weights.model.dtype,
+            first.formats.of_all, cache_type, options.dtype, options.quantize_head, max_length,
+            options.wire_dtype if len(names) > 1 else "", now.sha256,
         ]  # fmt: skip
         return RingPrefixes(
             self._files, stage.caches, hashlib.sha256(json.dumps(known).encode()).hexdigest(),
