@@ -187,7 +187,7 @@ class CostModel:
         length, n_sequences = workload.sequence_length, workload.n_sequences
         reference = shape.reference
         self.work = shape.sums(lambda b: b.macs / reference.macs)
-        self.weights = shape.sums(lambda b: b.weight_bytes)
+        self.weights = shape.sums(lambda b: b.held_bytes)
         self.caches = shape.sums(lambda b: n_sequences * b.cache_bytes(length))
         self.held = [weight + cache for weight, cache in zip(self.weights, self.caches, strict=True)]
         # Of caches in front of a cut, a stage behind it has copies, as far as a block behind it reads them.

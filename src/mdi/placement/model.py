@@ -24,6 +24,7 @@ from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Attention, BlockSpec, DeltaNet, Experts, LatentAttention, Mixer, Mlp
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
+from mdi.stages.window_budget import absorbed_bytes
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class BlockShape:
         macs: multiplications per row with weights; of experts, those that a row is sent to.
         cache: its cache.
         expert_bytes: of the weights, those of experts; n_experts, n_used: how many there are, and how many a row is sent to.
+        absorbed_bytes: beside the weights, at most: what the kernels read in place of up-projections of latent attention.
         look_macs: multiplications of attention per row, for each position that it sees.
         state_macs: ... of a state, per row.
         window: positions that a row sees, itself included; None is all of them.
@@ -48,9 +50,15 @@ class BlockShape:
     expert_bytes: int = 0
     n_experts: int = 0
     n_used: int = 0
+    absorbed_bytes: int = 0
     look_macs: int = 0
     state_macs: int = 0
     window: int | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """In memory, without its cache."""
+        return self.weight_bytes + self.absorbed_bytes
 
     def weights_read(self, n_rows: float) -> float:
         """Bytes of weights that so many rows need, if experts are chosen about equally often."""
@@ -265,6 +273,7 @@ def _block(block: BlockSpec, own: _Shapes, form: WeightFormat, kv_dtype: str) ->
         expert_bytes=_bytes({name: shape for name, shape in own.items() if _EXPERT in name}, form),
         n_experts=experts.n if experts else 0,
         n_used=experts.n_used if experts else 0,
+        absorbed_bytes=absorbed_bytes([block]) if form.value_bytes == 4 else 0,  # the kernels compute in float32
         look_macs=_look_macs(block.mixer),
         state_macs=_state_macs(block.mixer),
         window=block.mixer.window,
