@@ -17,7 +17,7 @@ NUMERICAL_PROCESSES ?= $(shell n=$(CORES); echo $$((n < 4 ? n : 4)))
 
 # Tests of numbers, which other processors compute with other instructions: once with every set of the kernels that this
 # machine has besides its best one, and once each with what torch computes with on older processors.
-NUMERICAL := $(addprefix tests/,$(addprefix kernels/test_,features.py kernel_blocks.py layout.py not_finite.py) \
+NUMERICAL := $(addprefix tests/,$(addprefix kernels/test_,features.py kernel_blocks.py layout.py not_finite.py delta_kernels.py) \
   $(addprefix test_,batch_independence.py device_layers.py folding.py packed_linear.py stage.py \
   tensor_shards.py tensor_sums.py) window/test_window_bits.py backends/test_backends.py)
 
@@ -40,7 +40,7 @@ help:
 	@echo "make real-table  what each weight format costs those models: memory, speed, perplexity (docs/models.md)"
 	@echo "make mutants   changes single expressions of pure modules for ten minutes: which changes does no test see?"
 	@echo "make numerical  the tests of numbers again, as on processors with fewer instructions"
-	@echo "make check  lint, types and all tests, as the CI does"
+	@echo "make check  lint, types, test and slow; the CI (.ci/run) also runs references, clients, numerical and real"
 	@echo "make kernels    compiles the kernels now; otherwise their first use does"
 	@echo "make wheels     builds the wheels for Linux, macOS and Windows, x86-64 and ARM64, into dist/"
 	@echo "make first-hour as a new user: a wheel, mdi demo, mdi run, three machines joined by code, one killed; timed (root)"

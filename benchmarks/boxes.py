@@ -1,11 +1,10 @@
-"""The README's table of models and machines: what a plan predicts, and what was measured.
+"""The README's table of models and machines: what a plan predicts.
 
     python benchmarks/boxes.py            prints the table
     python benchmarks/boxes.py --write    puts it between the marks in README.md
 
 A predicted cell comes from `plan.py` for machines that are only described (their speed is that of their memory). So do those of
 llama.cpp's RPC: its nodes compute one after the other, with all texts in one batch, so a token takes the sum of their times.
-The measured row comes from benchmarks/results (see RESULTS.md).
 """
 
 from __future__ import annotations

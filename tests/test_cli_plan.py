@@ -61,6 +61,7 @@ def test_the_first_token_of_a_prompt_and_windows(capsys: pytest.CaptureFixture[s
     assert (usual["n_tokens"], short["n_tokens"]) == (512, 64)
     assert short["seconds"] < usual["seconds"] < windowed["seconds"]
     assert [node["read_bytes"] > 0 for node in found[2]["nodes"]] == [True] * 3
+    assert found[2]["advice"] == [], "which would compare with nodes without windows"
     assert launch("plan", [*flags, "--sequence-length", "100", "--prompt-tokens", "101"]) != 0
     assert "a sequence has 100 tokens at most" in capsys.readouterr().err
 
@@ -78,6 +79,9 @@ def test_clients(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
         (["--aim", "clients"], "go together"),
         (["--aim", "clients", "--per-client", "4096"], "expected the tokens of a text"),
         (["--aim", "clients", "--per-client", "64:1", "--memory", "1G"], "leave --memory out"),
+        (["--aim", "clients", "--per-client", "99999:1"], "--per-client 99999"),
+        (["--aim", "clients", "--per-client", "64:1", "--n-samples", "4"], "leave --sequence-length and --n-samples out"),
+        (["--memory", "1G", "--placement", "latency"], "leave --placement latency out"),
     ):
         assert launch("plan", [*flags, *wrong]) != 0
         assert message in " ".join(capsys.readouterr().err.split())

@@ -271,6 +271,7 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     """The plan that the flags ask for, on a cluster whose profile is known."""
     from mdi.block_ranges import parse_layers
     from mdi.engine.speculation import most_rows_of
+    from mdi.kernels.weight_formats import is_packed_form
     from mdi.model.plain import spec_of
     from mdi.placement.clients import most_clients
     from mdi.placement.model import Workload, model_shape, with_paths
@@ -289,11 +290,14 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
         profile = replace(profile, nodes=tuple(replace(node, window_bytes=options.memory) for node in profile.nodes))
     if (options.aim == "clients") != (options.per_client is not None):
         raise UsageError("--aim clients and --per-client L:X go together")
+    if options.per_client and (options.sequence_length is not None or options.n_samples not in (None, 1)):
+        raise UsageError(
+            "--per-client says how long texts are, and the plan how many: leave --sequence-length and --n-samples out"
+        )
     length = options.per_client[0] if options.per_client else options.sequence_length or shape.context_length
     if not 1 <= length <= shape.context_length:
-        raise UsageError(
-            f"--sequence-length {length}: {shape.name or 'the model'} has a context of {shape.context_length}"
-        )
+        flag = "--per-client" if options.per_client else "--sequence-length"
+        raise UsageError(f"{flag} {length}: {shape.name or 'the model'} has a context of {shape.context_length}")
     layers = (
         None
         if options.layers is None
@@ -306,6 +310,14 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     n_samples = 1 if options.n_samples is None else options.n_samples
     workload = Workload(n_samples, length, replay_bytes=options.replay_memory, draft_bytes=draft_bytes)
     has_windows, may_share = any(node.window_bytes for node in profile.nodes), why_not_shared_out(config) is None
+    if has_windows and not is_packed_form(shape.format):
+        raise UsageError(
+            f"--memory needs weights in a format of the kernels, not {shape.format}: give --quantize bf16, for example"
+        )
+    if has_windows and options.placement == "latency":
+        raise UsageError(
+            "--memory: blocks are shared out evenly over windows of weights: leave --placement latency out"
+        )
     clients = None
     if options.per_client is not None and has_windows:
         raise UsageError("--aim clients counts no windows of weights: leave --memory out")

@@ -420,7 +420,7 @@ def _with_windows(
     if prompt_tokens is not None:
         first_s = ring_first_token_s(cost, placement.order, placement.counts, prompt_tokens, n_frames=1)
         first = FirstToken(prompt_tokens, first_s)
-    return replace(found, nodes=tuple(nodes), first_token=first)
+    return replace(found, nodes=tuple(nodes), first_token=first, advice=())  # which knows no windows
 
 
 def report(
