@@ -15,7 +15,10 @@ from mdi.errors import CheckpointError
 from mdi.kernels.weight_formats import FORMATS, LAYOUTS, PACKED
 from mdi.model.caches import CACHE_TYPES, cache_classes
 from mdi.model.plain import ModelConfig, spec_of
-from mdi.placement.model import model_shape
+from mdi.model.spec import LatentAttention
+from mdi.placement.cost import CostModel
+from mdi.placement.model import Workload, model_shape
+from mdi.placement.profile import boards
 from mdi.stages.torch_stage import StarterStage
 from tiny_checkpoint import tiny_config
 
@@ -54,6 +57,19 @@ def test_latent_attention_and_dense_layers_make_blocks_differ() -> None:
     shape = model_shape(ModelConfig.from_litgpt(config), "float32")
     assert shape.blocks[0].cache.n_bytes(32) == 32 * 4 * (config.kv_lora_rank + config.qk_rope_head_dim)
     assert shape.is_uniform == (not config.first_k_dense_replace)
+
+
+@pytest.mark.parametrize("form, n_bytes", [("float32", 4), ("int8", 4), ("bfloat16", 0)])
+def test_what_the_kernels_absorb_is_held_but_not_read_beside_the_weights(form: str, n_bytes: int) -> None:
+    """Torch, which alone computes in bfloat16, absorbs nothing."""
+    config = config_of("deepseek-v3-shape")
+    latent = spec_of(ModelConfig.from_litgpt(config)).blocks[0].mixer
+    assert isinstance(latent, LatentAttention)
+    shape = model_shape(ModelConfig.from_litgpt(config), form)
+    absorbed = n_bytes * latent.n_head * (latent.nope_size + latent.value_size) * latent.kv_rank
+    cost = CostModel(boards(), shape, Workload(1, 64))
+    assert shape.n_layer * absorbed == cost.weights[-1] - sum(block.weight_bytes for block in shape.blocks)
+    assert shape.blocks[0].weights_read(1000) == pytest.approx(shape.blocks[0].weight_bytes)
 
 
 def test_a_head_is_worth_as_many_blocks_as_the_even_split_says() -> None:

@@ -7,11 +7,16 @@ from dataclasses import replace
 import pytest
 
 from clusters import block, cluster, model, node
+from mdi.checkpoint.hfconfig import published_config
 from mdi.errors import PlacementError
-from mdi.placement.model import Workload
+from mdi.model.plain import spec_of
+from mdi.model.spec import LatentAttention
+from mdi.placement.cost import CostModel
+from mdi.placement.model import Workload, model_shape
 from mdi.placement.parallel import ParallelChoice, candidates, choose_measured, merged, stage_places, with_groups
 from mdi.placement.plan import format_plan, plan
 from mdi.placement.profile import ClusterProfile, LinkProfile
+from mdi.placement.tensor_plan import plan_tensor
 
 NAMES = ("starter", "a0", "a1", "b0")
 WORK = Workload(1, 256)
@@ -46,6 +51,37 @@ def test_the_share_of_a_node_follows_its_speed_and_its_memory_limits_the_group()
     one, groups = merged(cluster(*nodes), model(), WORK)
     assert groups[0].parts == pytest.approx((0.75, 0.25))
     assert one.nodes[1].memory_bytes < 130e6, "the fast one has little"
+
+
+def test_each_node_of_a_group_has_all_latent_rows_and_what_makes_them() -> None:
+    config = published_config("GLM-4.7-Flash")
+    assert config is not None
+    shape, work = model_shape(config, "int8", "fp16"), Workload(8, 32768)
+    profile = cluster(node("starter"), *(node(name, memory_mb=15_000, group="a") for name in ("a0", "a1")))
+    one, groups = merged(profile, shape, work)
+    cost, group = CostModel(one, shape, work), one.nodes[1]
+    free = profile.nodes[1].memory_bytes - cost.fixed_bytes(1)
+    most = group.memory_bytes - cost.fixed_bytes(1)
+    stop = next(n for n in range(1, shape.n_layer) if cost.held[n + 1] - cost.held[1] > most)
+    mixer = spec_of(config).blocks[1].mixer
+    assert isinstance(mixer, LatentAttention) and mixer.q_rank is not None and groups[0].parts == (0.5, 0.5)
+    made = (
+        (mixer.q_rank + mixer.kv_rank + mixer.rope_size) * shape.row_bytes // 4
+    )  # numbers in int8, without their scales
+
+    def of_node(stop: int) -> float:
+        """Bytes of blocks [1, stop), at least."""
+        whole = cost.caches_bytes(1, stop) + (stop - 1) * made
+        return (cost.held[stop] - cost.held[1] + whole) / 2
+
+    assert 0.85 * free < of_node(stop) <= free
+    shared = plan_tensor(CostModel(cluster(node("a0", memory_mb=90_000), node("a1", memory_mb=90_000)), shape, work))
+    assert shared.weight_bytes[1] > (cost.weights[-1] + shape.n_layer * made) / 2
+    short = [
+        replace(one, memory_bytes=int(shared.weight_bytes[0] + cost.caches[-1] * 0.9)) for one in profile.nodes[1:]
+    ]
+    with pytest.raises(PlacementError):
+        plan_tensor(CostModel(replace(profile, nodes=tuple(short)), shape, work))
 
 
 def test_a_cluster_without_groups_stays_as_it_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,8 @@ from litgpt.config import Config
 from clusters import MB, block, cluster, model, node
 from mdi.checkpoint.hfconfig import published_config
 from mdi.errors import PlacementError
-from mdi.model.plain import ModelConfig
+from mdi.model.caches import cache_classes
+from mdi.model.plain import ModelConfig, spec_of
 from mdi.placement.cost import CostModel, LinkSpeed, seconds
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.parallel import merged
@@ -19,6 +21,8 @@ from mdi.placement.profile import HOP_S, ClusterProfile, NodeProfile
 from mdi.placement.prompts import Piece, pieces, ring_first_token_s, tensor_first_token_s
 from mdi.placement.tensor_plan import plan_tensor
 from mdi.placement.windows import NodeWindows
+from mdi.stages.building import PROMPT_ROWS
+from mdi.stages.window_budget import MARGIN_BYTES, absorbed_bytes, work_bytes
 
 HEAD_S = 3e-3
 BLOCK_S = ((1, 1e-3), (64, 10e-3), (128, 20e-3))
@@ -151,3 +155,28 @@ def test_windows_that_cannot_be_are_refused() -> None:
     windows = NodeWindows(LLAMA, model_shape(LLAMA, "int8"), profile, Workload(1, 256))
     with pytest.raises(PlacementError, match="disk_read_bytes_s"):
         plan(profile, model_shape(LLAMA, "int8"), Workload(1, 256), windows=windows)
+
+
+@pytest.mark.parametrize("name, start", [("GLM-4.7-Flash", 1), ("gemma-4-E2B", 15)])
+def test_the_memory_beside_a_window_is_that_of_a_stage(name: str, start: int) -> None:
+    """What the kernels absorb, and copies of caches that blocks of the stage read: both count."""
+    config = published_config(name)
+    assert config is not None
+    spec, length = spec_of(config), 4096
+    shape = replace(model_shape(config, "int8", "fp16"), table_bytes=0, runtime_bytes=0)
+    stop = spec.n_layer
+
+    def beside(n_texts: int) -> float:
+        """Bytes of caches and rows, as the refusal of a window of 1 byte says them."""
+        profile = cluster(node("n0"), node("n1", disk_read_bytes_s=100e6, window_bytes=1, process_bytes=0))
+        windows = NodeWindows(config, shape, profile, Workload(n_texts, length))
+        with pytest.raises(PlacementError, match="caches and rows") as raised:
+            windows.plan(1, start, stop)
+        number, unit = re.findall(r"caches and rows ([0-9.]+) (.B)", str(raised.value))[0]
+        return float(number) * {"MB": 1e6, "GB": 1e9}[unit]
+
+    caches = sum(c.n_bytes(length) for c in cache_classes(spec, start, stop, "fp16")[0])
+    work = work_bytes(spec, PROMPT_ROWS + 2, 2)
+    absorbed = absorbed_bytes(spec.blocks[start:stop])
+    assert absorbed > 0.8e9 or name != "GLM-4.7-Flash"
+    assert beside(2) == pytest.approx(2 * caches + work + absorbed + MARGIN_BYTES, rel=0.01)

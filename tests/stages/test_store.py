@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 import mdi.stages.store as module
+from families import config_of
 from mdi.cancel import Cancel
+from mdi.checkpoint.packing import Packing
 from mdi.control.messages import PartSpec
 from mdi.engine.replay import SentRows
 from mdi.errors import NoMemoryError
 from mdi.host.computing import Computing
 from mdi.model.caches import PageClass
-from mdi.model.plain import ModelConfig
+from mdi.model.plain import ModelConfig, spec_of
+from mdi.model.spec import LatentAttention
 from mdi.net.wire import Frame, FrameType, Slice
 from mdi.spec.extent import N_TEXTS, Extent
 from mdi.spec.model_id import ModelId
@@ -113,6 +116,21 @@ def test_several_runs_have_their_stages_as_long_as_there_is_memory(slots: StageS
         slots.reserve(*wanted("w", run="b" * 16), FAMILY)
     assert caught.value.code == "memory"
     assert models(slots) == ["x", "y", "z"] and slots.in_use_bytes("cpu") == 900 and not slots.in_use_bytes("cuda:0")
+
+
+def test_each_stage_has_memory_for_what_its_kernels_absorb(slots: StageStore) -> None:
+    """Also one that has all of its weights from another."""
+    config = ModelConfig.from_litgpt(config_of("deepseek-v3-shape"))
+    latent = spec_of(config).blocks[0].mixer
+    assert isinstance(latent, LatentAttention)
+    absorbed = 4 * latent.n_head * (latent.nope_size + latent.value_size) * latent.kv_rank
+    in_torch = replace(wanted("x")[0], model=ModelId("x", config, "x", "float32"))
+    one = replace(in_torch, computing=Computing("cpu", "float32", packing=Packing("float32", "float32")))
+    assert [spec.weight_bytes({"block.0": {}}) for spec in (in_torch, one)] == [0, absorbed]
+    slots.available = lambda device: 10**9
+    for run in "ab":
+        slots.reserve(one, Claim(run * 16, run * 16, False), FAMILY)
+    assert slots.in_use_bytes("cpu") == one.weight_bytes({}) + absorbed + sum(held.cache_bytes for held in slots.listed)
 
 
 def test_a_status_does_not_wait_while_a_stage_makes_place(slots: StageStore) -> None:

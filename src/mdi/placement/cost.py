@@ -187,9 +187,12 @@ class CostModel:
         length, n_sequences = workload.sequence_length, workload.n_sequences
         reference = shape.reference
         self.work = shape.sums(lambda b: b.macs / reference.macs)
-        self.weights = shape.sums(lambda b: b.weight_bytes)
+        self.weights = shape.sums(lambda b: b.held_bytes)
         self.caches = shape.sums(lambda b: n_sequences * b.cache_bytes(length))
         self.held = [weight + cache for weight, cache in zip(self.weights, self.caches, strict=True)]
+        # What every node of a group has, however large its share: of weights, and with caches.
+        self.whole_weights = shape.sums(lambda b: b.whole_bytes)
+        self.whole = shape.sums(lambda b: b.whole_bytes + b.is_cache_whole * n_sequences * b.cache_bytes(length))
         # Of caches in front of a cut, a stage behind it has copies, as far as a block behind it reads them.
         each = [n_sequences * b.cache_bytes(length) for b in shape.blocks]
         self._copies = [sum(each[i] for i in shape.caches_before(cut)) for cut in range(shape.n_layer + 1)]

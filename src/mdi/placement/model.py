@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from mdi.checkpoint.manifest import config_hash
@@ -24,6 +24,8 @@ from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Attention, BlockSpec, DeltaNet, Experts, LatentAttention, Mixer, Mlp
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
+from mdi.stages.window_budget import absorbed_bytes
+from mdi.tensor.shares import WHOLE, Share, piece_of, share_out, why_not_shared_out
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class BlockShape:
         macs: multiplications per row with weights; of experts, those that a row is sent to.
         cache: its cache.
         expert_bytes: of the weights, those of experts; n_experts, n_used: how many there are, and how many a row is sent to.
+        absorbed_bytes: beside the weights, at most: what the kernels read in place of up-projections of latent attention.
+        whole_bytes: of the weights, those that every node of a group has whole.
+        is_cache_whole: whether each of them has all of the cache, too.
         look_macs: multiplications of attention per row, for each position that it sees.
         state_macs: ... of a state, per row.
         window: positions that a row sees, itself included; None is all of them.
@@ -48,9 +53,17 @@ class BlockShape:
     expert_bytes: int = 0
     n_experts: int = 0
     n_used: int = 0
+    absorbed_bytes: int = 0
+    whole_bytes: int = 0
+    is_cache_whole: bool = False
     look_macs: int = 0
     state_macs: int = 0
     window: int | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """In memory, without its cache."""
+        return self.weight_bytes + self.absorbed_bytes
 
     def weights_read(self, n_rows: float) -> float:
         """Bytes of weights that so many rows need, if experts are chosen about equally often."""
@@ -230,6 +243,7 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         of_block.setdefault(part_of(name), {})[name] = shape
     head = _bytes({n: s for n, s in tensors.items() if n.startswith(("lm_head.", "transformer.ln_f."))}, form)
     copied = tuple(tuple(spec.caches_before(cut)) for cut in range(spec.n_layer + 1))
+    whole = _whole_in_groups(config, tensors)
     widths = [spec.row_at(cut).width for cut in range(spec.n_layer + 1)]
     return ModelShape(
         name=config.name,
@@ -237,7 +251,7 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         format=format,
         context_length=spec.max_length,
         row_bytes=spec.width * form.value_bytes,
-        blocks=tuple(_block(one, of_block[f"block.{i}"], form, kv_dtype) for i, one in enumerate(spec.blocks)),
+        blocks=tuple(_block(one, of_block[f"block.{i}"], form, kv_dtype, whole) for i, one in enumerate(spec.blocks)),
         embedding_bytes=_bytes({n: s for n, s in tensors.items() if part_of(n) == "embedding"}, form),
         head_bytes=head,
         head_load_bytes=form.load_bytes(widest([tensors["lm_head.weight"]])),
@@ -255,7 +269,15 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
     )
 
 
-def _block(block: BlockSpec, own: _Shapes, form: WeightFormat, kv_dtype: str) -> BlockShape:
+def _whole_in_groups(config: ModelConfig, tensors: _Shapes) -> set[str]:
+    """Names of the tensors that every node of a group has whole; none where no group computes the model."""
+    if why_not_shared_out(config) is not None:
+        return set()
+    share = Share(share_out(config, [1.0]), 0, config)
+    return {name for name in tensors if _EXPERT not in name and piece_of(name, share) == WHOLE}
+
+
+def _block(block: BlockSpec, own: _Shapes, form: WeightFormat, kv_dtype: str, whole: Collection[str]) -> BlockShape:
     experts = block.mlp if isinstance(block.mlp, Experts) else None
     return BlockShape(
         weight_bytes=_bytes(own, form),
@@ -265,6 +287,9 @@ def _block(block: BlockSpec, own: _Shapes, form: WeightFormat, kv_dtype: str) ->
         expert_bytes=_bytes({name: shape for name, shape in own.items() if _EXPERT in name}, form),
         n_experts=experts.n if experts else 0,
         n_used=experts.n_used if experts else 0,
+        absorbed_bytes=absorbed_bytes([block]) if form.value_bytes == 4 else 0,  # the kernels compute in float32
+        whole_bytes=_bytes({name: shape for name, shape in own.items() if name in whole}, form),
+        is_cache_whole=isinstance(block.mixer, LatentAttention),
         look_macs=_look_macs(block.mixer),
         state_macs=_state_macs(block.mixer),
         window=block.mixer.window,

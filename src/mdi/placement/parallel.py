@@ -6,6 +6,7 @@ their sums; so the placements, which know nodes alone, place groups as well.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -100,9 +101,21 @@ def _sums_s(cost: CostModel, nodes: Sequence[NodeProfile], n_rows: int, link: Li
 
 def _memory_bytes(cost: CostModel, members: Sequence[int], parts: Sequence[float]) -> int:
     """Memory of the group, so that each node holds its share of the blocks and what it has whole."""
-    free = [cost.profile.nodes[i].memory_bytes - cost.fixed_bytes(i) for i in members]
-    held = min(max(0, n) / part for n, part in zip(free, parts, strict=True))
+    free = [max(0, cost.profile.nodes[i].memory_bytes - cost.fixed_bytes(i)) for i in members]
+    held = min(_held(cost, n, part) for n, part in zip(free, parts, strict=True))
     return int(held) + cost.fixed_bytes(members[0])
+
+
+def _held(cost: CostModel, free: int, part: float) -> float:
+    """Bytes of whole blocks, so that of all blocks in a row that are no more, a node with `part` of each has `free` bytes."""
+    n, held = cost.n_layer, cost.held
+    own = [whole + part * (of_all - whole) for of_all, whole in zip(held, cost.whole, strict=True)]
+    found = [held[n] / own[n]]
+    for start in range(n):  # where they end that are just too many
+        stop = bisect.bisect_right(own, own[start] + free)
+        if stop <= n:
+            found.append((held[stop] - held[start]) / (own[stop] - own[start]))
+    return free * min(found)
 
 
 def _link(cost: CostModel, source: str, target: str, members: Sequence[int], others: Sequence[int]) -> LinkProfile:

@@ -26,7 +26,7 @@ class TensorPlan:
         parts: of each node, from 0 to 1; together 1.
         token_s: of one token of each of `n_rows` sequences: blocks_s + sums_s + head_s.
         algorithm: of the sums, the cheapest by `link`, delay and rate of the slowest one.
-        weight_bytes: each node's share of the blocks; on the starter also embedding and head.
+        weight_bytes: each node's share of the blocks, and what it has whole; on the starter also embedding and head.
     """
 
     names: tuple[str, ...]
@@ -57,13 +57,14 @@ def plan_tensor(cost: CostModel, sums_per_block: int = SUMS_PER_BLOCK, is_head_s
     """
     nodes, shape, n_rows = range(cost.n_nodes), cost.shape, cost.timed.n_sequences
     parts = shares_of([1 / cost.block_s(i, n_rows) for i in nodes], [_most(cost, i) for i in nodes])
-    whole = cost.work[shape.n_layer]
-    stages = [part * cost.block_s(i, n_rows) * whole for i, part in enumerate(parts)]
+    work = cost.work[shape.n_layer]
+    stages = [part * cost.block_s(i, n_rows) * work for i, part in enumerate(parts)]
     speed = slowest_link(cost, nodes)
     n_bytes = n_rows * row_bytes(cost)
     sums_s = shape.n_layer * sums_per_block * seconds(DEFAULT_SUM, cost.n_nodes, n_bytes, speed)
     head_s = cost.head_s(n_rows) * (max(parts) if is_head_shared else 1.0)
-    weights = [int(part * cost.weights[shape.n_layer]) for part in parts]
+    whole = cost.whole_weights[shape.n_layer]
+    weights = [int(whole + part * (cost.weights[shape.n_layer] - whole)) for part in parts]
     weights[0] += cost.own_bytes(0)
     return TensorPlan(
         tuple(node.name for node in cost.profile.nodes), tuple(parts), n_rows, max(stages) + sums_s + head_s, max(stages),
@@ -106,13 +107,13 @@ def slowest_link(cost: CostModel, members: Sequence[int]) -> LinkSpeed:
 
 def _most(cost: CostModel, i: int) -> float:
     """The largest share that node `i` has memory for."""
-    held = cost.held[cost.n_layer]
+    whole = cost.whole[cost.n_layer]
     free = (
         cost.profile.nodes[i].memory_bytes
         - cost.fixed_bytes(i)
         - cost.activation_bytes(i, cost.workload.n_sequences, 1)
     )
-    return max(0.0, free / held)
+    return max(0.0, (free - whole) / (cost.held[cost.n_layer] - whole))
 
 
 def row_bytes(cost: CostModel) -> int:

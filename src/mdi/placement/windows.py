@@ -15,7 +15,7 @@ from mdi.placement.model import ModelShape, Workload
 from mdi.placement.profile import UNLIMITED, ClusterProfile
 from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.building import PROMPT_ROWS, prompt_rows
-from mdi.stages.window_budget import RunMemory, WindowPlan, choose_window, work_bytes
+from mdi.stages.window_budget import RunMemory, WindowPlan, absorbed_bytes, choose_window, work_bytes
 from mdi.stages.window_files import PAGE_BYTES, StoredMatrix, Unit, WeightBytes, block_units
 
 _NOWHERE = cast(WeightBytes, None)  # the file of units of which only the sizes matter
@@ -78,10 +78,11 @@ class NodeWindows:
         key = i, start, stop
         if key not in self._plans:
             cost = CostModel(self._profile, self._shape, self._workload)
-            caches = int(cost.caches[stop] - cost.caches[start]) // self._workload.n_sequences
+            caches = int(cost.caches_bytes(start, stop)) // self._workload.n_sequences
             tables = self._shape.table_bytes * self._workload.sequence_length
             n_rows = self._workload.n_sequences
-            run = RunMemory(caches + tables, n_rows, work_bytes(self._spec, PROMPT_ROWS + n_rows, n_rows))
+            work = work_bytes(self._spec, PROMPT_ROWS + n_rows, n_rows)
+            run = RunMemory(caches + tables, n_rows, work, promised=absorbed_bytes(self._spec.blocks[start:stop]))
             units, head = units_of(self._config, self._shape.format, start, stop, is_starter=i == 0)
             taken = node.process_bytes + self._shape.runtime_bytes
             try:

@@ -126,7 +126,7 @@ class MovingCut:
     @property
     def _block_bytes(self) -> list[float]:
         n, length = self._workload.n_sequences, self._workload.sequence_length
-        return [block.weight_bytes + n * block.cache_bytes(length) for block in self._shape.blocks]
+        return [block.held_bytes + n * block.cache_bytes(length) for block in self._shape.blocks]
 
     def _holder(self, place: int, stage: Stage, n_used: int, most: int | None) -> Holder:
         block_s, base_s, most_bytes = self._times(place, stage.name, n_used)

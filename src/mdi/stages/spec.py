@@ -22,6 +22,7 @@ from mdi.spec.model_id import Formats, ModelId
 from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import run_bytes
 from mdi.stages.model_family import ModelFamily
+from mdi.stages.window_budget import absorbed_bytes
 from mdi.tensor.group import Group
 
 
@@ -114,12 +115,16 @@ class StageSpec:
         return run_bytes(self.own_spec, *self.blocks, self.extent)
 
     def weight_bytes(self, without: Mapping[str, Any]) -> int:
-        """Memory of the weights but for those of parts `without`; 0 with a window, which is fitted into the memory."""
+        """Memory of the weights but for those of parts `without`; 0 with a window, which is fitted into the memory.
+
+        What the kernels absorb is there beside the weights, and each stage has its own.
+        """
         if self.window is not None:
             return 0  # adapters are part of what is fitted
+        absorbed = 0 if self.is_torch else absorbed_bytes(self.own_spec.blocks[slice(*self.blocks)])
         new = [part for part in self.parts if part.name not in without]
         if self.group is not None:  # shares are packed already
-            return sum(part.n_bytes for part in new)
+            return sum(part.n_bytes for part in new) + absorbed
         blocks = [part for part in new if part.name.startswith("block.")]
         ends = [part for part in new if not part.name.startswith(("block.", ADAPTER_PREFIX))]
         computing, model = self.computing, self.model
@@ -129,7 +134,7 @@ class StageSpec:
                 return held_bytes([part.n_bytes for part in parts], model.dtype, form, model.format)
             return packed_bytes(model.config, model.name, [part.name for part in parts], form)
 
-        return held(blocks, computing.format) + held(ends, computing.head_format) + self.adapter_bytes
+        return held(blocks, computing.format) + held(ends, computing.head_format) + self.adapter_bytes + absorbed
 
     def __str__(self) -> str:
         return f"embedding, head and {block_span(*self.blocks)}" if self.has_ends else block_span(*self.blocks)

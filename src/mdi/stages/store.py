@@ -643,7 +643,7 @@ def _weights_of(spec: StageSpec, n_bytes: int, here: Mapping[Any, int]) -> dict[
     if not _is_shareable(spec):
         return {object(): n_bytes}
     new = {_weight_key(spec, part.sha256): part.n_bytes for part in spec.parts}
-    new = {key: n for key, n in new.items() if key not in here}
+    new = {key: n for key, n in new.items() if key not in here} or {object(): 1}
     total = sum(new.values())
     return {**here, **{key: n_bytes * n // total for key, n in new.items()}}
 
