@@ -186,7 +186,7 @@ def test_a_form_is_a_grammar() -> None:
 
     assert grammar("json") == {"type": "schema", "schema": {"type": "object"}, "param": "format"}
     assert grammar("") is grammar(None) is None
-    assert grammar(HOUSE) == {"type": "schema", "schema": HOUSE}
+    assert grammar(HOUSE) == {"type": "schema", "schema": HOUSE, "param": "format"}
 
 
 def said(**message: Any) -> dict[str, Any]:
