@@ -247,7 +247,9 @@ class InProcessRing:
         scheduler = Scheduler(chunk_rows=chunk_rows, memory=memory, decode_rows=decode_rows)
         self.engine = StarterEngine(starter, scheduler, max_length, TensorRows(CPU, torch.float32), wire)
         if files:
-            self.engine.prefixes = RingPrefixes(files[0], starter.caches, seed, 2, owner_folder, owners)
+            self.engine.prefixes = RingPrefixes(
+                lambda task: files[0].answer(task, starter.caches), seed, 2, owner_folder, owners
+            )
             answered, tasks = scheduler.answered, self.tasks
 
             def note(number: int, task: PrefixTask) -> None:

@@ -21,7 +21,7 @@ from mdi.stages.torch_cache import DevicePages, Memory, TorchCaches
 HEADS = ModelConfig(
     n_layer=3, sliding_window_size=20, sliding_window_indices=(0, 1, 0), n_head=2, n_query_groups=2, head_size=5,
 )  # fmt: skip
-_RANKS = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_rope_head_dim": 3, "qk_nope_head_dim": 2, "v_head_dim": 5}
+_RANKS = {"q_lora_rank": 4, "kv_lora_rank": 5, "qk_rope_head_dim": 2, "qk_nope_head_dim": 2, "v_head_dim": 5}
 LATENT = replace(HEADS, latent_attention=_RANKS)
 
 

@@ -69,6 +69,7 @@ def fill(folder: Path) -> dict[str, Path]:
         "profiles": "profiles.json",
         "runs": "runs/20260101-000000-abcd/journal",
         "window": "window/spilt",
+        "prefixes": f"prefixes/{'0' * 16}-{'0' * 16}/{'0' * 40}.kv",
         "leftovers": "abc.packed.999999999.part",
         "other": "real/of-the-user.bin",
     }

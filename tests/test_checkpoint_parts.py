@@ -336,7 +336,7 @@ def test_layers_by_hand() -> None:
 def test_the_cost_of_the_head_is_that_of_its_weights(family: str) -> None:
     config = ModelConfig.from_litgpt(config_of(family))
     if config.mlp_class_name == "LLaMAMoE":  # make every expert one that a token meets
-        config = replace(config, n_expert_per_token=config.n_expert)
+        config = replace(config, n_expert_per_token=config.n_expert, n_topk_groups=config.n_expert_groups)
     shapes = model_shapes(config, family)
     last = config.n_layer - 1
     block = sum(

@@ -80,7 +80,10 @@ def test_clients(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
         (["--aim", "clients", "--per-client", "4096"], "expected the tokens of a text"),
         (["--aim", "clients", "--per-client", "64:1", "--memory", "1G"], "leave --memory out"),
         (["--aim", "clients", "--per-client", "99999:1"], "--per-client 99999"),
-        (["--aim", "clients", "--per-client", "64:1", "--n-samples", "4"], "leave --sequence-length and --n-samples out"),
+        (
+            ["--aim", "clients", "--per-client", "64:1", "--n-samples", "4"],
+            "leave --sequence-length and --n-samples out",
+        ),
         (["--memory", "1G", "--placement", "latency"], "leave --placement latency out"),
     ):
         assert launch("plan", [*flags, *wrong]) != 0

@@ -57,7 +57,7 @@ def test_a_secondary_says_what_computes(tmp_path: Path, monkeypatch: pytest.Monk
     asked = (
         (CONFIG, None, expected),
         (CONFIG, "bfloat16", "torch: --dtype bfloat16"),
-        (latent, None, "torch: latent attention"),
+        (latent, None, "torch: latent attention with rows of 16 and 8 numbers"),
     )
     with secondary(0, tmp_path / "cache") as one:
         for config, dtype, path in asked:
@@ -73,7 +73,7 @@ def test_a_model_that_was_not_measured() -> None:
     assert paths(cluster(*nodes), CONFIG, "int8") == [KERNELS, "torch: a node without kernels", gpu]
     assert paths(cluster(*nodes), replace(CONFIG, n_layer=3), "float32") == [KERNELS, "", gpu]
     latent = ModelConfig.from_litgpt(config_of("deepseek-v3-shape"))
-    assert paths(cluster(*nodes), latent, "int8")[0] == "torch: latent attention"
+    assert paths(cluster(*nodes), latent, "int8")[0] == "torch: latent attention with rows of 16 and 8 numbers"
     assert paths(cluster(*nodes), CONFIG, "bfloat16")[0] == "torch: --dtype bfloat16"
 
 

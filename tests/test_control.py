@@ -375,6 +375,7 @@ FIELDS_OF_VERSION[11] = (
     "wire_dtype",
 )
 FIELDS_OF_VERSION[12] = tuple(" ".join(sorted([*fields.split(), "mlock"])) for fields in FIELDS_OF_VERSION[11])
+FIELDS_OF_VERSION[13] = tuple(" ".join(sorted([*fields.split(), "keep_prefixes"])) for fields in FIELDS_OF_VERSION[12])
 
 
 def test_other_fields_are_another_version() -> None:

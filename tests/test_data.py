@@ -209,7 +209,7 @@ def test_a_damaged_data_set_is_refused(tmp_path: Path, damage: object, code: str
     with pytest.raises(UsageError) as caught:
         load_data_set(tmp_path)
     assert caught.value.code == code
-    assert str(tmp_path) in str(caught.value) and "prepare_data" in str(caught.value)
+    assert str(tmp_path) in str(caught.value) and "prepare-data" in str(caught.value)
 
 
 def test_the_output_folder_cannot_be_a_file(tmp_path: Path) -> None:

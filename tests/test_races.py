@@ -187,7 +187,7 @@ class Rings:
         self.ring = SimpleNamespace(
             number=self.n, stages=plan.stages, processes={name: f"{name}-1" for name in plan.names[1:]}, link=link,
             computed=link, stage=SimpleNamespace(at_starter=None), memory=None, replay=None, has_fresh=False, is_exact=True,
-            n_frames=1, may_guess=True, is_deep=True,
+            n_frames=1, may_guess=True, is_deep=True, prefixes=None,
         )  # fmt: skip
         return self.ring
 

@@ -24,8 +24,8 @@ def test_every_field_has_a_flag_and_travels() -> None:
         ["--device", "cuda:1", "--threads", "2", "--quantize", "int8", "--wire-dtype", "fp16", "-c"]
     )
     assert options_of(parser, parser.parse_args(["--allow-clipping"])).allow_clipping is True
-    assert {f.name for f in fields(Requested)} - vars(args).keys() == {"n_spans", "cache_share"}, (
-        "which follow from others"
+    assert {f.name for f in fields(Requested)} - vars(args).keys() == {"n_spans", "cache_share", "keep_prefixes"}, (
+        "which follow from others, or are the server's"
     )
     assert Requested.of(options_of(parser, args)) == ASKED
     assert Requested.of(StarterOptions(**vars(ASKED))) == ASKED == read(asdict(ASKED))

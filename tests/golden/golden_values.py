@@ -172,7 +172,12 @@ def plans(config: ModelConfig) -> Json:
         told = plan(profile, shape, Workload(4, 1500)).to_json()
     except MdiError as e:
         return type(e).__name__
-    told = {key: told[key] for key in set(told) - {"model", "limit", "advice", "notes", "parallel"}}
+    told = {
+        key: told[key]
+        for key in set(told) - {"model", "limit", "advice", "notes", "parallel", "first_token", "clients"}
+    }
+    for node in told["nodes"]:
+        del node["read_bytes"], node["read_s"]  # of windows
     return _rounded([told, _sizes(shape)])
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import mmap
 from dataclasses import replace
 
-import pytest
-
 from mdi.model.caches import (
     CHUNK_ROWS,
     PAGE,
@@ -56,8 +54,10 @@ def test_blocks_of_other_sizes_have_classes_of_their_own() -> None:
     assert [c.page_bytes for c in classes] == [whole(n * PAGE * 4) for n in (2 * 2 * 52, 128, 2 * 52)]
     assert places == [(0, 0), (1, 0), (2, 0), (0, 0), (1, 0), (0, 1)]
     assert kinds_of(spec, 1, 3) == [kind_of(wide), kind_of(far)]
-    with pytest.raises(AssertionError):
-        places_of(kinds_of(spec, 2, 6))
+    assert kinds_of(spec, 2, 6) == [kind_of(far), kind_of(near), kind_of(wide), kind_of(near)], (
+        "copies of what is in front"
+    )
+    assert places_of(kinds_of(spec, 2, 6))[1] == [(0, 0), (1, 0), (2, 0), (1, 1)]
 
 
 def test_a_share_has_its_groups_and_latent_rows_as_they_are() -> None:

@@ -98,7 +98,7 @@ class World:
             stages=following.stages, processes={name: self.alive[name] for name in following.names[1:]}, memory=None,
             stage=SimpleNamespace(at_starter=None),
             replay=SimpleNamespace(kept={}, is_by_starter=False) if self.is_replayed else None,
-            has_fresh=True, is_exact=self.is_exact, n_frames=1, may_guess=True, is_deep=True,
+            has_fresh=True, is_exact=self.is_exact, n_frames=1, may_guess=True, is_deep=True, prefixes=None,
         )  # fmt: skip
 
     def check(self) -> None:

@@ -104,14 +104,16 @@ def test_kernels_give_the_same_logits_with_the_same_bits_over_any_cut(name: str,
 @pytest.mark.parametrize("cache_type", ["float32", "bf16", "fp16", "int8"])
 @needs_kernels
 def test_all_instruction_sets_give_the_same_bits(cache_type: str) -> None:
-    source, found = open_source(FOLDER / "deepseek-v3"), set()
+    """But for the plain one, which rounds products before it adds them."""
+    source, found = open_source(FOLDER / "deepseek-v3"), {}
     for name in instruction_sets():
         with forced(name):
             (stage,) = kernels.stages_of(source, [0, 4], 90, cache_type)
-            found.add(
-                kernels.logits_of([stage], json.loads((FOLDER / "deepseek-v3" / "ids.json").read_text())).tobytes()
-            )
-    assert len(found) == 1
+            found[name] = kernels.logits_of([stage], json.loads((FOLDER / "deepseek-v3" / "ids.json").read_text()))
+    assert len({one.tobytes() for name, one in found.items() if name != "plain"}) <= 1
+    best = next(iter(found.values()))
+    close = {"float32": 1e-4, "bf16": 0.3, "fp16": 0.05, "int8": 0.3}[cache_type]
+    assert np.median(np.abs(found["plain"] - best).max(axis=1)) < close, "a rounded row may choose other experts"
 
 
 @pytest.mark.parametrize(("cache_type", "most"), [("bf16", 0.3), ("fp16", 0.05), ("int8", 0.3)])
@@ -128,7 +130,7 @@ def test_latent_rows_in_fewer_bits_stay_close(cache_type: str, most: float) -> N
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3-fp8", "moonlight"])
-@pytest.mark.parametrize(("form", "least"), [("bf16", 0.995), ("int8", 0.95), ("int4", 0.5), ("mxfp4", 0.3)])
+@pytest.mark.parametrize(("form", "least"), [("bf16", 0.999), ("int8", 0.95), ("int4", 0.5), ("mxfp4", 0.3)])
 @needs_kernels
 def test_weights_in_fewer_bits_give_the_same_over_any_cut(form: str, least: float, name: str) -> None:
     folder = FOLDER / name
@@ -141,6 +143,8 @@ def test_weights_in_fewer_bits_give_the_same_over_any_cut(form: str, least: floa
     packed = PackedSource(source, Packing(form, form if form == "bf16" else "int8"))
     found = kernels.logits_of(kernels.stages_of(packed, [0, n_layer], len(ids)), ids)
     assert np.array_equal(kernels.logits_of(kernels.stages_of(packed, [0, 1, 2, n_layer], len(ids)), ids), found)
+    if (name, form) == ("moonlight", "bf16"):
+        least = 0.995  # it has one block more
     assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > least  # rounding sends some rows to other experts
 
 

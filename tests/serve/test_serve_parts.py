@@ -191,18 +191,23 @@ def test_every_field_of_a_request_reaches_the_engine() -> None:
         submitted.append((ids, params, owner))
         return SimpleNamespace(seq_id=1)
 
+    codec = SimpleNamespace(eos_ids=frozenset({4}), suppressed=frozenset({3}))
     a, b = socket.socketpair()
     ours, theirs = lines.Lines(a), lines.Lines(b)
-    outlet = Outlet(
-        "m", cast(Any, SimpleNamespace(submit=submit)), cast(Any, SimpleNamespace(eos_ids=frozenset({4}))), ours
-    )
+    outlet = Outlet("m", cast(Any, SimpleNamespace(submit=submit)), cast(Any, codec), ours)
     sampling = json.loads(json.dumps({**fields.sampling.values, "n_tokens": 11, "seed": fields.sampling.seed}))
     outlet.submit({"numbers": [1], "ids": [1, 2], "sampling": sampling, "owner": "me"}, None)
     outlet.close()
     ours.close()
     theirs.close()
     expected = SamplingParams(
-        **FIELDS, n_tokens=11, seed=9, logit_bias=((5, -2.5),), n_logprobs=3, eos_ids=frozenset({4})
+        **FIELDS,
+        n_tokens=11,
+        seed=9,
+        logit_bias=((5, -2.5),),
+        n_logprobs=3,
+        eos_ids=frozenset({4}),
+        suppressed=frozenset({3}),
     )
     assert submitted == [([1, 2], expected, "me")]
 

@@ -211,9 +211,9 @@ def test_a_tool_is_called(client: openai.OpenAI) -> None:
     assert call.function.name == "open_act" and 1 <= json.loads(call.function.arguments)["act"] <= 5
     assert answer.finish_reason == "tool_calls"
     chunks = list(chat(client, tools=tools, tool_choice="required", max_tokens=200, stream=True))
-    assert [c.choices[0].delta.tool_calls[0].function.name for c in chunks if c.choices[0].delta.tool_calls] == [
-        "open_act"
-    ]
+    pieces = [c.choices[0].delta.tool_calls[0].function for c in chunks if c.choices[0].delta.tool_calls]
+    assert [one.name for one in pieces if one.name] == ["open_act"]
+    assert json.loads("".join(one.arguments or "" for one in pieces)) == json.loads(call.function.arguments)
     assert chat(client, tools=tools, tool_choice="none", max_tokens=5).choices[0].message.tool_calls is None
 
 

@@ -89,7 +89,7 @@ def told_of(first: list[int], n_kept: int, again: list[int], reason: str | None 
     sent: list[Any] = []
     engine = Engine()
     lines = SimpleNamespace(send=lambda message: sent.extend(message["events"]))
-    outlet = Outlet("one", cast(Any, engine), cast(Any, SimpleNamespace(eos_ids=())), cast(Any, lines))
+    outlet = Outlet("one", cast(Any, engine), cast(Any, SimpleNamespace(eos_ids=(), suppressed=())), cast(Any, lines))
     outlet.submit(WANTED, cast(Any, Matching()))
     engine.events.put(Event(0, tuple(first), None))
     engine.events.put(Event(0, (), UNTRUE, n_kept=n_kept))

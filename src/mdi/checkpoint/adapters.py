@@ -136,7 +136,10 @@ class AdaptedRows:
 def adapted_rows(config: ModelConfig, where: str, block: int, module: str) -> tuple[tuple[AdaptedRows, ...], int, int]:
     """A module's rows among our layers, none if the model has no such module, and its number of outputs and inputs."""
     shapes = part_shapes(config, where, f"block.{block}")
-    found, n_rows, n_in, mixer = [], 0, 0, spec_of(config).blocks[block].mixer
+    found, n_rows, n_in, blocks = [], 0, 0, spec_of(config).blocks
+    if block >= len(blocks):
+        return (), 0, 0
+    mixer = blocks[block].mixer
     has_gate = isinstance(mixer, Attention) and mixer.has_gate
     for layer in LAYERS:
         shape = shapes.get(f"transformer.h.{block}.{layer}.weight")

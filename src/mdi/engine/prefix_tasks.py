@@ -10,15 +10,12 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from mdi.errors import WireError
 from mdi.model.caches import PAGE
 from mdi.net.wire import Frame, FrameType
 from mdi.spec.decode import Meta, Whole, decode, one_of
-
-if TYPE_CHECKING:
-    from mdi.engine.kept_prefixes import Caches, KeptFiles
 
 FIND, FILL, KEEP, OWNERS = "find", "fill", "keep", "owners"
 KEY_BYTES = 16  # of a page's key, see memory.page_keys
@@ -92,7 +89,7 @@ class RingPrefixes:
     """The kept prefixes of one ring, as its starter sees them.
 
     Args:
-        files, caches: of the starter itself.
+        answer: the starter's own, see KeptFiles.
         seed: of all keys: what the numbers of caches depend on besides ids and adapter.
         run_pages: see the function.
         owner_folder: see Secrets; without the realm.
@@ -104,10 +101,10 @@ class RingPrefixes:
     """
 
     def __init__(
-        self, files: KeptFiles, caches: Caches, seed: str, run_pages: int, owner_folder: Callable[[str], str],
+        self, answer: Callable[[PrefixTask], PrefixTask], seed: str, run_pages: int, owner_folder: Callable[[str], str],
         owners: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self._files, self._caches, self.seed = files, caches, seed
+        self._answer, self.seed = answer, seed
         self.run_pages, self._owner_folder = run_pages, owner_folder
         self.owners = PrefixTask(OWNERS, owner=" ".join(map(owner_folder, owners))) if owners else None
 
@@ -118,4 +115,4 @@ class RingPrefixes:
 
     def answer(self, task: PrefixTask) -> PrefixTask:
         """The task with the starter's own answer."""
-        return self._files.answer(task, self._caches)
+        return self._answer(task)

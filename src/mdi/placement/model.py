@@ -243,7 +243,8 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         of_block.setdefault(part_of(name), {})[name] = shape
     head = _bytes({n: s for n, s in tensors.items() if n.startswith(("lm_head.", "transformer.ln_f."))}, form)
     copied = tuple(tuple(spec.caches_before(cut)) for cut in range(spec.n_layer + 1))
-    whole = _whole_in_groups(config, tensors)
+    has_latents = any(isinstance(block.mixer, LatentAttention) for block in spec.kinds)
+    whole = _whole_in_groups(config, tensors) if has_latents else set()
     widths = [spec.row_at(cut).width for cut in range(spec.n_layer + 1)]
     return ModelShape(
         name=config.name,
@@ -270,7 +271,9 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
 
 
 def _whole_in_groups(config: ModelConfig, tensors: _Shapes) -> set[str]:
-    """Names of the tensors that every node of a group has whole; none where no group computes the model."""
+    """Names of the tensors of latent attention that every node of a group has whole; none where no group computes the model.
+    Those of other blocks are norms and routers, which are small.
+    """
     if why_not_shared_out(config) is not None:
         return set()
     share = Share(share_out(config, [1.0]), 0, config)

@@ -224,8 +224,10 @@ class Bench(ABC):
         mixers = [one.mixer for one in self._spec.blocks if isinstance(one.mixer, Attention)]
         if not mixers:
             return 0.0
+        width = 64
         config = ModelConfig(
-            name="attention", n_layer=1, n_embd=64, intermediate_size=64, padded_vocab_size=64, block_size=2 * PROMPT_CONTEXT,
+            name="attention", n_layer=1, n_embd=width, intermediate_size=width, padded_vocab_size=width,
+            block_size=2 * PROMPT_CONTEXT,
             n_head=mixers[0].n_head, n_query_groups=mixers[0].n_groups, head_size=mixers[0].head_size,
             norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", parallel_residual=False, bias=False,
         )  # fmt: skip
@@ -233,7 +235,7 @@ class Bench(ABC):
         packing = computing.packing and Packing("float32", "float32")
         plain = replace(computing, quantize=None, quantize_head=None, packing=packing)
         bench = type(self)(Subject(config, "", plain), self._span_s, cancel=self._cancel)
-        bench._row_width = config.n_embd
+        bench._row_width = width
         stage = bench.blocks_of(0, 1, PROMPT_CONTEXT + CHUNK_ROWS)
         for start in range(0, PROMPT_CONTEXT, CHUNK_ROWS):
             stage(bench.rows(CHUNK_ROWS), [Slice(0, start, CHUNK_ROWS, CHUNK_ROWS)])

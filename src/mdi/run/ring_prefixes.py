@@ -65,7 +65,7 @@ class StarterPrefixes:
             options.wire_dtype if len(names) > 1 else "", now.sha256,
         ]  # fmt: skip
         return RingPrefixes(
-            self._files, stage.caches, hashlib.sha256(json.dumps(known).encode()).hexdigest(),
+            lambda task: self._files.answer(task, stage.caches), hashlib.sha256(json.dumps(known).encode()).hexdigest(),
             run_pages(weights.model.spec, cache_type),
             lambda owner: self._files.secrets.owner_folder(realm, f"{digests.get(owner, '')} {owner}"), tuple(digests),
         )  # fmt: skip
