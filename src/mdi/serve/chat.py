@@ -109,6 +109,18 @@ class _Message:
             self.is_calling = False
 
 
+def _joined(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry for each call: not every client looks for a second one of the same call in a chunk."""
+    found: list[dict[str, Any]] = []
+    for one in told:
+        if found and found[-1]["index"] == one["index"]:
+            function = found[-1]["function"]
+            found[-1]["function"] = {**function, "arguments": function["arguments"] + one["function"]["arguments"]}
+        else:
+            found.append(one)
+    return found
+
+
 class ChatChoices(Choices):
     ID, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -130,7 +142,7 @@ class ChatChoices(Choices):
         if content := piece.text:
             delta["content"] = content
         if told := [one for event in piece.events for one in message.told_of(event)]:
-            delta["tool_calls"] = told
+            delta["tool_calls"] = _joined(told)
         logprobs = chat_logprobs(self._codec, piece) if self._has_logprobs else []
         message.reasoning += reasoning
         message.content += content
