@@ -8,7 +8,7 @@
 namespace MDI_NS {
 
 constexpr float kLengthEps = 1e-6f;  // added to the squares of a query's or key's length
-constexpr int kColumns = 32;         // of a head's state that a task takes through all rows: few enough to stay in the cache
+constexpr int kTaskColumns = 32;         // of a head's state that a task takes through all rows: few enough to stay in the cache
 constexpr int kMostSeen = 256;       // rows whose convolutions are kept at a time, unless a slice alone has more
 
 struct DeltaScratch {
@@ -95,7 +95,7 @@ struct TakenIn {
   int n, n_known;                   // the first ones have given already
 };
 
-// Columns [first, first + kColumns) of a head's state take in rows. own: memory for them, where they stay between two rows.
+// Columns [first, first + kTaskColumns) of a head's state take in rows. own: memory for them, where they stay between two rows.
 inline void take_in(const MdiDelta& of, const TakenIn& rows, int head, int first, float* own) {
   int k = of.k_size, size = of.v_size, n_low = size - first, n_high = n_low - 16, wide = channels(of), each = row_floats(of);
   int group = of.is_in_turn ? head % of.n_groups : head / (of.n_head / of.n_groups);
@@ -103,8 +103,8 @@ inline void take_in(const MdiDelta& of, const TakenIn& rows, int head, int first
   for (int m = 0; m < rows.n; m++) {
     const float *q = rows.seen + (int64_t)m * wide + group * k, *key = q + of.n_groups * k;
     const float *gates = rows.kept + (int64_t)m * each + wide, *v = rows.seen + (int64_t)m * wide + 2 * of.n_groups * k + head * size + first;
-    Columns in = m ? Columns{own, kColumns, 16, 16} : Columns{(float*)rows.from + at, size, n_low, n_high};
-    Columns out = m + 1 < rows.n ? Columns{own, kColumns, 16, 16} : Columns{rows.to + at, size, n_low, n_high};
+    Columns in = m ? Columns{own, kTaskColumns, 16, 16} : Columns{(float*)rows.from + at, size, n_low, n_high};
+    Columns out = m + 1 < rows.n ? Columns{own, kTaskColumns, 16, 16} : Columns{rows.to + at, size, n_low, n_high};
     F b = splat(gates[head]), decay = splat(gates[of.n_head + head]);
     F low[2] = {splat(0.0f), splat(0.0f)}, high[2] = {splat(0.0f), splat(0.0f)};  // of keys with even and with odd numbers
     for (int i = 0; i < k; i += 2)
@@ -216,13 +216,13 @@ class DeltaStates {
       while (m >= jobs[i].rows.n) m -= jobs[i++].rows.n;
       convolve(of_, jobs[i].rows.kept + (int64_t)(m + 1 - of_.n_taps) * each, seen + (int64_t)row * wide);
     });
-    int n_parts = (of_.v_size + kColumns - 1) / kColumns, n_each = of_.n_head * n_parts;
+    int n_parts = (of_.v_size + kTaskColumns - 1) / kTaskColumns, n_each = of_.n_head * n_parts;
     team_.run(n_jobs * n_each, [&](int task, int thread) {
       const TakenIn& rows = jobs[task / n_each].rows;
       int part = task % n_each;
       if (rows.n)
-        MDI_NS::take_in(of_, rows, part / n_parts, part % n_parts * kColumns,
-                        scratch_.threads[thread].columns.of((size_t)of_.k_size * kColumns));
+        MDI_NS::take_in(of_, rows, part / n_parts, part % n_parts * kTaskColumns,
+                        scratch_.threads[thread].columns.of((size_t)of_.k_size * kTaskColumns));
     });
   }
 
