@@ -27,7 +27,7 @@ from mdi.net.ring import LoopbackRing
 from mdi.node.runs import Runs
 from mdi.node.worker import RingWorker
 from mdi.run.form import Loaded
-from mdi.run.loop import Leaving, Lookout, RingLoop
+from mdi.run.loop import Change, Leaving, Lookout, RingLoop
 from mdi.run.nodes import Losses
 from mdi.run.policy import Answer, Better, Form, Policy, Roll, Stage
 from mdi.serve.host import ModelHost
@@ -238,6 +238,47 @@ def test_a_ring_that_is_formed_after_the_end_is_closed(monkeypatch: pytest.Monke
     may_form.set()
     until(lambda: rings.closed == [1, 2])
     assert engine.ran == [1] and loop.failure is None
+
+
+def test_other_adapters_that_are_wanted_while_a_ring_is_left_are_refused() -> None:
+    asked = threading.Event()
+
+    class Late(Engine):
+        """Says first that it is to leave its ring, which it does when that is said again."""
+
+        def leave(self, epoch: int) -> None:
+            if asked.is_set():
+                super().leave(epoch)
+            asked.set()
+
+    rings, engine, change = Rings(), Late(), Change(())
+    loop, cancel = started(rings, engine)
+    loop.put(Better(BETTER, RING))
+    until(lambda: bool(rings.loading))
+    rings.loading[0].end()
+    assert asked.wait(DEADLINE_S)
+    loop.put(change)
+    with pytest.raises(EngineError, match="the ring is becoming another one: try again"):
+        change.done.result(DEADLINE_S)
+    until(lambda: loop.running is not None and loop.running.number == 2)
+    ended(loop, cancel)
+
+
+def test_other_adapters_that_are_wanted_after_a_run_are_refused() -> None:
+    class Ending(Engine):
+        is_over = threading.Event()
+
+        def end_all(self) -> None:
+            self.is_over.set()
+
+    engine, change = Ending(), Change(())
+    loop, cancel = started(Rings(), engine)
+    engine.close()
+    assert engine.is_over.wait(DEADLINE_S)
+    loop.put(change)
+    with pytest.raises(EngineError, match="the run has ended"):
+        change.done.result(DEADLINE_S)
+    ended(loop, cancel)
 
 
 def test_a_node_that_leaves_while_another_ring_is_formed_is_relieved_afterwards() -> None:

@@ -7,13 +7,14 @@ import json
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+import mdi.serve.models
 from answer_streams import apart
 from mdi.cli.serve_settings import read_key
 from mdi.engine.sequence import SamplingParams
@@ -317,6 +318,69 @@ def test_an_unknown_model_is_told_by_the_beginning_of_its_name() -> None:
     with pytest.raises(ApiError) as caught:
         models.load("x" * 10_000)
     assert caught.value.status == 404 and "x" * 50 in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_an_adapter_that_is_being_unloaded_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if another one is unloaded meanwhile, and for requests that came before and waited for the model."""
+    loaded = SimpleNamespace(with_adapter=lambda name: name)
+    monkeypatch.setattr(mdi.serve.models, "LoadedModel", SimpleNamespace(of=lambda facts: Read(loaded.with_adapter)))
+
+    @dataclass
+    class Read:
+        with_adapter: Callable[[str], str]
+        tool_parser: str = ""
+
+    class Engine:
+        is_gone = is_waited_for = False
+        adapters = ("a", "b")
+
+        def __init__(self) -> None:
+            self.models = {"m": {"n_virtual": {}}}
+            self.state = SimpleNamespace(models=self.models, is_serving=lambda name: self.is_loaded, statuses={})
+            self.is_loaded = True
+
+        async def wait_for_change(self) -> None:
+            self.is_waited_for = True
+            await asyncio.sleep(0)
+
+        async def notify(self) -> None: ...
+
+        async def ask(self, what: str, args: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+            if what == "load":
+                while not self.is_loaded:
+                    await asyncio.sleep(0)
+                return {"code": ""}
+            self.adapters = tuple(one for one in self.adapters if one != args["adapter"])
+            return {"adapters": [*self.adapters], "n_virtual": {}}
+
+    async def scenario() -> None:
+        engine: Any = Engine()
+        catalog: Any = SimpleNamespace(adapters=("a", "b"), first_name="m", meant=lambda name: name)
+        catalog.names = lambda: ["m", *catalog.adapters]
+        catalog.model_of = lambda name: "m" if name in catalog.adapters else name
+        models = Models(engine, catalog, lambda: None)
+
+        async def use(name: str) -> object:
+            async with models.using(name) as found:
+                return found
+
+        async with models.using("a"):  # an older request
+            engine.is_loaded = False
+            late = asyncio.create_task(use("a"))
+            while not engine.is_waited_for:
+                await asyncio.sleep(0)
+            leaving = asyncio.create_task(models.unload_adapter("a"))
+            await asyncio.sleep(0)
+            await models.unload_adapter("b")
+            assert catalog.adapters == () and engine.adapters == ("a",)
+            engine.is_loaded = True
+            with pytest.raises(ApiError) as caught:
+                await late
+            assert caught.value.status == 404
+        await leaving
+        assert engine.adapters == () and catalog.adapters == ()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_a_prompt_has_known_tokens_and_leaves_place_for_one() -> None:

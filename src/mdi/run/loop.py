@@ -383,6 +383,7 @@ class RingLoop:
         self._records = Records()
         self.running: Ring | None = None
         self.is_recovering = False
+        self._is_over = False
         self.failure: MdiError | None = None
         self.differs_from: dict[int, int] = {}
 
@@ -391,6 +392,8 @@ class RingLoop:
     def put(self, event: Leaving | Better | Untrue | Change) -> None:
         """Something was seen, or is wanted."""
         self._events.put(event)
+        if self._is_over:  # the thread that takes events may have taken its last one
+            self._refuse_changes()
 
     def admit(self, node: NodeConfig) -> ControlClient:
         """A node that has come may take part from now on."""
@@ -450,6 +453,9 @@ class RingLoop:
             self.failure = EngineError(f"starter failed: {type(e).__name__}: {e}")
         self.running = None
         self._end_ahead(is_used=False)
+        self._is_over = True
+        if self._changing is not None:
+            self._changing.fail(self._over())
         self._refuse_changes()
         if self._cancel.is_cancelled:
             # Who closes rings may be through with it: forming one may take longer than it waits.
@@ -474,6 +480,8 @@ class RingLoop:
                 wanted = self._without(event, ring) or wanted
             elif wanted is None:
                 wanted = self._wanted(event, ring)
+            elif isinstance(event, Change):
+                event.fail(EngineError("the ring is becoming another one: try again"))
             if wanted is not None:
                 engine.leave(ring.computed.epoch)
         self.running = None
@@ -514,16 +522,17 @@ class RingLoop:
         self._changing = change
         return change
 
+    def _over(self) -> MdiError:
+        """Why nothing can be changed any more."""
+        return self.failure or EngineError("the run has ended")
+
     def _refuse_changes(self) -> None:
         """The run is over."""
-        error = self.failure or EngineError("the run has ended")
-        if self._changing is not None:
-            self._changing.fail(error)
         with contextlib.suppress(queue.Empty):
             while True:
                 event = self._events.get_nowait()
                 if isinstance(event, Change):
-                    event.fail(error)
+                    event.fail(self._over())
 
     def _wanted(self, event: Leaving | Better | Loaded | Change, ring: Ring) -> Lost | Form | None:
         """Why the present ring is to be left now; None if it is not."""

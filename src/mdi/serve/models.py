@@ -118,6 +118,8 @@ class Models:
         self._uses: dict[str, _Use] = {}
         self._loader: asyncio.Task[None] | None = None
         self._adapting = asyncio.Lock()
+        self._adapters = catalog.adapters  # that the engine has
+        self._leaving_adapters: set[str] = set()
         self._unloading: set[asyncio.Task[None]] = set()
         self.loading = ""
         self.leaving: set[str] = set()  # no new request may use them
@@ -145,6 +147,7 @@ class Models:
             ApiError: there is none of that name, or it is not loaded in time.
         """
         asked = self._catalog.meant(name)
+        is_adapter = asked in self._catalog.adapters
         name = self._catalog.model_of(asked or self.latest)
         deadline, was_tried = time.monotonic() + LOAD_WAIT_S, False
         while (loaded := self._serving(name)) is None:
@@ -158,7 +161,8 @@ class Models:
             if time.monotonic() > deadline:
                 raise self.progress_error(name)
             await self._wait(1.0)
-        is_adapter = asked in self._catalog.adapters
+        if is_adapter:
+            self._check(asked)  # it may have been unloaded meanwhile
         uses = [self._use(one) for one in {name, asked if is_adapter else name}]
         for use in uses:
             use.n += 1
@@ -182,25 +186,30 @@ class Models:
         self._check("")
         if name not in self._catalog.adapters:
             raise ApiError(404, f"there is no adapter {name[:100]!r}", "model_not_found", "adapter")
-        before = self._catalog.adapters
-        self._catalog.adapters = tuple(one for one in before if one != name)
+        self._leaving_adapters.add(name)
+        self._show_adapters()
         try:
             while self._use(name).n and not self._engine.is_gone:
                 await self._wait(1.0)
             await self._adapt(name, None)
-        except BaseException:
-            self._catalog.adapters = (*self._catalog.adapters, name)
-            raise
+        finally:
+            self._leaving_adapters.discard(name)
+            self._show_adapters()
 
     async def _adapt(self, name: str, folder: str | None) -> None:
         if self._adapting.locked():
             raise ApiError(409, "another adapter is being loaded or unloaded: wait until that is done", "busy")
         async with self._adapting:
             told = await self._engine.ask("adapt", {"adapter": name, "folder": folder}, LONGEST_LOAD_S)
-        self._catalog.adapters = tuple(told["adapters"])
+        self._adapters = tuple(told["adapters"])
+        self._show_adapters()
         n_virtual = self._engine.state.models[self._catalog.first_name]["n_virtual"]
         n_virtual.clear()
         n_virtual.update(told["n_virtual"])  # which the model that was read from it has, too
+
+    def _show_adapters(self) -> None:
+        """To requests: what the engine has, without those that are being unloaded."""
+        self._catalog.adapters = tuple(one for one in self._adapters if one not in self._leaving_adapters)
 
     def load(self, name: str) -> None:
         """Begin to load a model, beside the others or in the place of some. Raises ApiError."""
