@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mdi.errors import EngineError
+from mdi.kernels.stage_caches import StageCaches
 from mdi.kernels.states import StateStore
 from mdi.model.caches import PAGE, State
 
@@ -28,3 +29,23 @@ def test_memory_is_refused_before_it_is_more_than_the_limit() -> None:
     store.most_bytes += 1
     store.grow(copy, PAGE - 1, 1)
     assert store.n_bytes == 2 * one == store.most_bytes
+
+
+def test_a_text_that_is_refused_leaves_no_memory_behind() -> None:
+    kind = State(2, 4, 4, 24, 4)
+    store = StateStore(kind, 3)
+    caches = StageCaches([store], [(0, i) for i in range(3)], [0, 1, 2])
+    caches.extend(1, 0, 8)
+    taken = store.n_bytes
+    store.most_bytes = taken
+    for _ in range(2):
+        with pytest.raises(EngineError, match="no memory is left for states"):
+            caches.extend(2, 0, 8)
+        with pytest.raises(EngineError, match="its cache ends at 0"):
+            caches.extend(3, 5, 8)
+    assert store.n_bytes == taken
+    entry = caches.entries(1)[0]
+    caches.extend(1, 8, 20)
+    with pytest.raises(EngineError, match="no memory is left for states"):
+        store.grow(entry, 300, 600)
+    assert entry.first == 0, "as it was"

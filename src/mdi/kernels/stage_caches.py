@@ -157,13 +157,17 @@ class StageCaches(Generic[S]):
                 memory: the sequence ends at `start`.
         """
         sequence = self._sequences.get(seq_id) or self._begun()
-        if start != sequence.end:
-            self._go_back(sequence, start)
         try:
-            for store, entry in zip(self.stores, sequence.entries, strict=True):
-                store.grow(entry, start, n_rows)
+            if start != sequence.end:
+                self._go_back(sequence, start)
+            try:
+                for store, entry in zip(self.stores, sequence.entries, strict=True):
+                    store.grow(entry, start, n_rows)
+            except EngineError:
+                self._cut(sequence, start)
+                raise
         except EngineError:
-            self._cut(sequence, start)
+            self._forget_new(seq_id, sequence)
             raise
         sequence.end = start + n_rows
         self._sequences[seq_id] = sequence
@@ -171,6 +175,12 @@ class StageCaches(Generic[S]):
 
     def _begun(self) -> _Sequence:
         return _Sequence([store.begin() for store in self.stores])
+
+    def _forget_new(self, seq_id: int, sequence: _Sequence) -> None:
+        """One that was begun in vain has no memory any more."""
+        if seq_id not in self._sequences:
+            for store, entry in zip(self.stores, sequence.entries, strict=True):
+                store.free(entry)
 
     def _go_back(self, sequence: _Sequence, start: int) -> None:
         if start > sequence.end:
@@ -224,7 +234,11 @@ class StageCaches(Generic[S]):
                 f"{sorted(self._writers.values())} are needed"
             )
         sequence = self._sequences.get(seq_id) or self._begun()
-        self._go_back(sequence, run.start)
+        try:
+            self._go_back(sequence, run.start)
+        except EngineError:
+            self._forget_new(seq_id, sequence)
+            raise
         self._sequences[seq_id] = sequence
         try:
             for (c, number), i in self._writers.items():

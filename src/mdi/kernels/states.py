@@ -99,9 +99,10 @@ class StateStore:
         """Blocks see it by themselves: the next row that they compute is not the one that their state takes in next."""
 
     def grow(self, entry: StateEntry, start: int, n_rows: int) -> None:
-        if start + n_rows - entry.first > SLACK + CHUNK_ROWS:
-            entry.first = max(entry.first, start - SLACK)
-        self._make_room(entry, start + n_rows - entry.first)
+        is_long = start + n_rows - entry.first > SLACK + CHUNK_ROWS
+        first = max(entry.first, start - SLACK) if is_long else entry.first
+        self._make_room(entry, start + n_rows - first)
+        entry.first = first  # only now: without room the entry is what it was
 
     def _make_room(self, entry: StateEntry, n_rows: int) -> None:
         """Have memory of its own for so many rows. Raises EngineError."""
