@@ -208,7 +208,9 @@ def test_a_run_goes_on_without_a_node_whose_memory_is_needed(tmp_path: Path, che
     assert all(list(sample.token_ids) == known for sample in samples)
 
 
-def test_memory_that_is_needed_is_not_kept_by_rings_that_cannot_go_on(tmp_path: Path, checkpoint: Path) -> None:
+def test_memory_that_is_needed_is_not_kept_by_rings_that_cannot_go_on(
+    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nobody else holds the blocks, so the ring has nowhere to go."""
     free = 1 << 40
     soon = replace(SOON, leave_s=0.1)
@@ -216,10 +218,14 @@ def test_memory_that_is_needed_is_not_kept_by_rings_that_cannot_go_on(tmp_path: 
         0, tmp_path, checkpoint, most_blocks=N_LAYER, spare_bytes=1, free_bytes=lambda: free, waits=soon
     ) as (node, member):  # fmt: skip
         until(lambda: held_by(member) == range(N_LAYER))
-        with opened(node, checkpoint):
-            assert node.runs.active
+        with opened(node, checkpoint) as run:
+            assert node.runs.active and run.ring is not None
+            name = run.ring.stages[1].name
             free = 0
             until(lambda: member.has_given_back and not node.stages.listed)
+        assert name != node.config.name and f"{name} is lost: its memory is needed" in caplog.text, (
+            "as the ring calls it"
+        )
 
 
 def test_a_node_does_not_move_from_under_a_ring_that_needs_its_blocks(

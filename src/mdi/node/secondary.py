@@ -50,7 +50,6 @@ from mdi.host.threads import computing_threads
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, SliceTable
 from mdi.metrics import peak_rss_bytes
-from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
 from mdi.net.listener import RingListener, open_socket
 from mdi.net.wire import Frame, FrameType
@@ -219,7 +218,7 @@ class SecondaryNode:
             if worker.is_running and worker.request.hand_over:
                 worker.announce_leave()
             else:
-                worker.abort(Fault(self.config.name, "it was asked to end", self.config.name, Code.LEFT))
+                worker.quit("it was asked to end")
         self._deadline = threading.Timer(
             self.waits.hand_over_s, self._abort_all, ("its blocks were not taken over in time",)
         )
@@ -229,7 +228,7 @@ class SecondaryNode:
 
     def _abort_all(self, reason: str) -> None:
         for worker in self.runs.active:
-            worker.abort(Fault(self.config.name, reason, self.config.name, Code.LEFT))
+            worker.quit(reason)
 
     def _leave_if_idle(self) -> None:
         """Called after the end of each ring, and when the node is to leave."""

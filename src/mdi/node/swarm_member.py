@@ -25,7 +25,6 @@ from mdi.control.messages import ForwardRequest, InitRequest, PartSpec, ProfileR
 from mdi.control.swarm import Announced, ModelFacts, ModelRequest, SwarmTable
 from mdi.errors import Code, ControlError, MdiError, NoMemoryError, UsageError
 from mdi.host.resources import free_memory_bytes, memory_bytes
-from mdi.net.hello import Fault
 from mdi.net.keys import KeyFile
 from mdi.node.secondary import SecondaryNode
 from mdi.node.swarm_model import SwarmModel
@@ -425,6 +424,8 @@ class SwarmMember:
             if free > 2 * spare + self._gave_bytes:
                 self._gave_bytes = 0
                 return self._take_weakest()
+            if free < spare:
+                self._end_rings()  # one may have been formed while the blocks were still here
             self._node.stages.drop_unused()  # of rings that have ended only now
             return
         if free >= spare or (self._node.stages.drop_unused() and self._free_bytes() >= spare):
@@ -433,11 +434,14 @@ class SwarmMember:
         gave_bytes = max(1, 0 if self.held is None else self.held.weight_bytes)
         self._say(start=0, stop=0, is_ready=False)
         self._leave_rings()
-        for worker in self._node.runs.active:  # nobody could take over: the run forms another ring, or ends
-            worker.abort(Fault(name, "its memory is needed", name, Code.LEFT))
+        self._end_rings()  # nobody could take over: the run forms another ring, or ends
         self._drop()
         self._node.stages.drop_unused()
         self._gave_bytes = gave_bytes
+
+    def _end_rings(self) -> None:
+        for worker in self._node.runs.active:
+            worker.quit("its memory is needed")
 
     # Moves
 

@@ -216,6 +216,11 @@ class RingWorker:
         if (ring := self._stop(error, fault)) is not None:
             ring.fail(fault)
 
+    def quit(self, reason: str) -> None:
+        """End it, because the node leaves. A starter knows it by its name in the ring, which may be longer than its own."""
+        name = self.request.names[self.request.index]
+        self.abort(Fault(name, reason, name, Code.LEFT))
+
     def replace(self) -> None:
         """End it for another ring of the same run, which may use its caches."""
         self.is_replaced = True
