@@ -15,6 +15,7 @@ from mdi.serve.request import TextPiece, Usage
 
 PACE = "pace"  # an extension of ours in `usage`, on all surfaces
 DONE = b"data: [DONE]\n\n"
+SIGN = b": waiting\n\n"  # a comment, which parsers leave out; some take ": ping" for the end
 
 
 class Choices(ABC):
@@ -57,10 +58,11 @@ def surface(read: Callable[[Any], Any], open_choices: Callable[[Any, Answers], C
         if fields.is_streamed:
             for choice in begun:
                 await push(choice)
-        async for piece in answers.pieces():
-            new = choices.piece(piece)
-            if fields.is_streamed and new is not None:
-                await push(new)
+        async with exchange.kept_alive((lambda: SIGN) if fields.is_streamed else None):
+            async for piece in answers.pieces():
+                new = choices.piece(piece)
+                if fields.is_streamed and new is not None:
+                    await push(new)
         usage = usage_of(answers.usage)
         if not fields.is_streamed:
             await exchange.answer({**made, "object": choices.OBJECT, "choices": choices.choices(), "usage": usage})
