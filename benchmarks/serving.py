@@ -81,7 +81,9 @@ def clients(args: argparse.Namespace) -> dict[str, Any]:
 
 def texts(args: argparse.Namespace) -> dict[str, Any]:
     """Prompts of the same length, with texts that do not end early, so that both sides compute the same."""
-    prompts = [f"Text {i:02}. A list of all the numbers from one to a thousand: one, two, three," for i in range(args.n)]
+    prompts = [
+        f"Text {i:02}. A list of all the numbers from one to a thousand: one, two, three," for i in range(args.n)
+    ]
     body = {"max_tokens": args.tokens, "temperature": 0}
 
     def command() -> float:
