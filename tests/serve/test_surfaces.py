@@ -126,32 +126,35 @@ ASKED = {"messages": [{"role": "user", "content": "Where?"}], "stream": True}
 PROMPT = {"prompt": "Where?", "stream": True}
 
 
-@pytest.mark.parametrize(
-    ("surface", "body", "n_before"), [(CHATS, ASKED, 1), (COMPLETIONS, PROMPT, 0)], ids=["chat", "prompt"]
-)
+BOTH = pytest.mark.parametrize(("surface", "body"), [(CHATS, ASKED), (COMPLETIONS, PROMPT)], ids=["chat", "prompt"])
+
+
+@BOTH
 def test_openais_streams_have_comments_while_a_prompt_is_computed(
-    surface: Surface, body: Any, n_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    surface: Surface, body: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_texts(tmp_path / "texts")
-    begins, quiet = asked(folder, surface, body, f"{FINAL}Yes.<|return|>", "eos+0.3")
+    folder, written = write_texts(tmp_path / "texts"), f"{FINAL}Yes.<|return|>"
+    begins, quiet = asked(folder, surface, body, written, "eos+0.3")
     assert b"\n:" not in quiet and not quiet.startswith(b":"), "not at once"
     monkeypatch.setattr("mdi.serve.endpoint.SIGN_S", 0.05)
-    assert asked(folder, surface, body, f"{FINAL}Yes.<|return|>", "eos+0.3")[0] == begins
-    _, data = asked(folder, surface, body, f"{FINAL}Yes.<|return|>", "eos+0.3")
+    same_begins, data = asked(folder, surface, body, written, "eos+0.3")
     *events, done, rest = data.split(b"\n\n")
-    assert [event.startswith(b":") for event in events[: n_before + 2]] == [False] * n_before + [True] * 2
+    assert begins == same_begins and [event.startswith(b":") for event in events[:2]] == [True, True]
     kept = [event for event in events if not event.startswith(b":")]
     assert len(kept) == quiet.count(b"data: {") and (done, rest) == (b"data: [DONE]", b"")
-    _, whole = asked(folder, surface, {**body, "stream": False}, f"{FINAL}Yes.<|return|>", "eos+0.3")
+    _, whole = asked(folder, surface, {**body, "stream": False}, written, "eos+0.3")
     assert json.loads(whole)["choices"], "an answer in one piece has none"
 
 
-def test_an_error_has_its_status_until_the_first_comment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+def test_an_error_has_its_status_until_something_was_sent(
+    surface: Surface, body: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_texts(tmp_path / "texts")
-    begins, data = asked(folder, COMPLETIONS, PROMPT, "", "memory+0.3")
+    begins, data = asked(folder, surface, body, "", "memory+0.3")
     assert begins == [(500, b"application/json")] and json.loads(data)["error"]["code"] == "engine_memory"
     monkeypatch.setattr("mdi.serve.endpoint.SIGN_S", 0.05)
-    begins, data = asked(folder, COMPLETIONS, PROMPT, "", "memory+0.3")
+    begins, data = asked(folder, surface, body, "", "memory+0.3")
     first, *_, error, done, rest = data.split(b"\n\n")
     assert [status for status, _ in begins] == [200] and first.startswith(b":")
     assert json.loads(error[6:])["error"]["code"] == "engine_memory" and (done, rest) == (b"data: [DONE]", b"")
