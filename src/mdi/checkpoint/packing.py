@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -37,9 +37,18 @@ from mdi.kernels.layout import (
     unpacked_rows,
 )
 from mdi.kernels.lazy_rows import LazyRows, Rows, changed
-from mdi.kernels.weight_formats import PACKED_ROWS, is_packed_form, packed_form_of, table_is_int8
+from mdi.kernels.weight_formats import (
+    PACKED_ROWS,
+    is_packed_form,
+    is_tied,
+    packed_form_of,
+    table_is_int8,
+    table_of,
+    tied_form,
+    untied_form,
+)
 from mdi.model.spec import Experts, ModelSpec
-from mdi.model.tensors import EMBEDDING, FINAL_NORM
+from mdi.model.tensors import EMBEDDING, FINAL_NORM, HEAD
 
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)
 BIG_BYTES = 1 << 16  # from here on a tensor fills whole pages
@@ -67,6 +76,24 @@ class Packing:
     clips: bool = field(default=False, compare=False)
     means: Mapping[str, np.ndarray] | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the head's weight, which alone is packed."""
+        return is_tied(self.head)
+
+    def tied(self, dtype: str | None) -> Packing:
+        """Of a model whose embedding is its head: that is packed once, where both have the same format.
+
+        Args:
+            dtype: number type of such an embedding; None: it is another weight.
+        """
+        return self if dtype is None else replace(self, head=tied_form(self.head, dtype))
+
+    @property
+    def untied(self) -> Packing:
+        """The same numbers, with the embedding in its part: for nodes that do not have all of the head."""
+        return replace(self, head=untied_form(self.head))
+
     def of_part(self, part: str) -> str:
         return format_map(self.blocks if part.startswith("block.") else self.head).of_part(part)
 
@@ -79,11 +106,13 @@ class Packing:
         return packed_form_of(self.of_part(part_of(name)), name, shape)
 
     def stored(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
-        """The stored tensors of a tensor of the model, by their names in the file.
+        """The stored tensors of a tensor of the model, by their names in the file; none of what another one stands for.
 
         Args:
             spec: of the plain tensor.
         """
+        if self.leaves_out(name):
+            return {}
         if form := self.format_of(name, spec.shape):
             n_out, n_in = spec.shape
             return {name: _padded("U8", matrix_bytes(form, n_out, n_in))}
@@ -93,6 +122,10 @@ class Packing:
         if self._table_is_int8:
             return {name: _padded("I8", n_values), EMBEDDING_SCALE: _padded("F32", spec.shape[0])}
         return {name: _padded(spec.dtype if spec.dtype in _TABLE_TYPES else "F32", n_values)}
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether this is an embedding that is the head's weight."""
+        return name == EMBEDDING and self.is_tied
 
     @property
     def _table_is_int8(self) -> bool:
@@ -109,6 +142,8 @@ class Packing:
             CheckpointError: a number is not finite, or too large for the format. An embedding that stays as it is is not looked
                 at, because it is not read here.
         """
+        if self.leaves_out(name):
+            return {}
         values = _numbers(rows, spec)
         if form := self.format_of(name, spec.shape):
             return {name: pack(form, values, name, self.clips, importance)}
@@ -147,6 +182,8 @@ class Packing:
             CheckpointError: as `check`, which comes first.
         """
         keys = self.check(name, shape, specs, where)
+        if not keys:
+            return {}
         if form := self.format_of(name, shape):
             n_out, n_in = shape
             return {name: Matrix(form, n_out, n_in, array(name)[: matrix_bytes(form, n_out, n_in)])}
@@ -270,10 +307,13 @@ def folded(
 ) -> tuple[Rows, TensorSpec]:  # fmt: skip
     """A plain tensor in the form for packing.
 
+    A head stays as it is where the embedding is packed as matrices are: both may be the same weight.
+
     Args:
         rows: gives those of tensors of the same part; specs are theirs.
     """
-    if packing.of_part(part_of(name)) in FOLDED_FORMATS:
+    is_end = name in (HEAD, FINAL_NORM) and table_of(packing.head) is not None
+    if not is_end and packing.of_part(part_of(name)) in FOLDED_FORMATS:
         spec = TensorSpec("F32", specs[name].shape)
         if _is_folded(name, specs):
             return np.full(spec.shape, 1 - gain_offset(name, model), dtype=np.float32), spec
