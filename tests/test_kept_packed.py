@@ -218,7 +218,9 @@ def test_an_embedding_that_is_the_head_is_weighed_by_the_norm_before_it(tmp_path
         kept = KeptPacked(BlockStore(tmp_path / "store"))
         found = kept.part(source, source.info("head"), packing, set(), Cancel())
         assert is_equal(found.weights("head"), PackedSource(source, packing).weights("head"))
-        assert kept.part(source, source.info("embedding"), packing, set(), Cancel()) is source, "it has no file of its own"
+        assert kept.part(source, source.info("embedding"), packing, set(), Cancel()) is source, (
+            "it has no file of its own"
+        )
     assert len(BlockStore(tmp_path / "store").parts()) == 2
 
 

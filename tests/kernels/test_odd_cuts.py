@@ -64,7 +64,9 @@ def test_groups_of_a_share_in_half_bytes_begin_with_its_first_input(form: str, n
         assert part.skip == 0 and np.array_equal(unpack(part), unpack(whole)[:, first:last])
         alone = pack(form, unpack(whole)[:, first:last])
         rows = np.ascontiguousarray(x[:, first:last])
-        assert np.array_equal(unpack(alone), unpack(part)) and np.array_equal(multiplied(part, rows), multiplied(alone, rows))
+        assert np.array_equal(unpack(alone), unpack(part)) and np.array_equal(
+            multiplied(part, rows), multiplied(alone, rows)
+        )
 
 
 @pytest.mark.parametrize("form", ["int8", *HALVES, *BLOCK_TYPES])
