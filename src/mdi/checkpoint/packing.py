@@ -1,7 +1,8 @@
 """The packed form of each tensor of a model, and how tensors are packed and unpacked.
 
 Weights of linear layers have the layout of the kernels (kernels.layout). Norms, biases and routers of experts are float32. The
-embedding keeps its type of the checkpoint, or has 8 bits and a scale per token. In a file each tensor is a list of bytes or
+embedding keeps its type of the checkpoint, or has 8 bits and a scale per token; one that is the head as well is left out where
+the head has its numbers (`Packing.tied`), and the gain of the norm before is then not multiplied into it. In a file each tensor is a list of bytes or
 numbers, padded with zeros so that the next one begins on a cache line, and that large ones fill pages.
 
 Before weights are rounded to 8 or 4 bits, the gains of the norm before them are multiplied into them (`folded`). A norm

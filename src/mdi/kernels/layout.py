@@ -755,7 +755,11 @@ def _cut_pieces(matrix: Matrix, rows: Sequence[Range], columns: Range) -> Matrix
 
 
 def skipped(form: str, first: int, last: int) -> int:
-    """How many inputs of zeros precede input `first` of a weight that is cut there."""
+    """How many inputs of zeros precede input `first` of a weight that is cut there.
+
+    So the groups of 64 activations that are rounded together begin where those of the whole do, but in int4 and mxfp4: there
+    they begin with the first input of the share.
+    """
     group = max(layout_of(piece.word).group for piece in matrix_pieces(form))
     return first % group if group and last > first else 0
 
