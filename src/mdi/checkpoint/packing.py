@@ -2,8 +2,9 @@
 
 Weights of linear layers have the layout of the kernels (kernels.layout). Norms, biases and routers of experts are float32. The
 embedding keeps its type of the checkpoint, or has 8 bits and a scale per token; one that is the head as well is left out where
-the head has its numbers (`Packing.tied`), and the gain of the norm before is then not multiplied into it. In a file each tensor is a list of bytes or
-numbers, padded with zeros so that the next one begins on a cache line, and that large ones fill pages.
+the head has its numbers (`Packing.tied`), and the gain of the norm before is then not multiplied into it. In a file each
+tensor is a list of bytes or numbers, padded with zeros so that the next one begins on a cache line, and that large ones fill
+pages.
 
 Before weights are rounded to 8 or 4 bits, the gains of the norm before them are multiplied into them (`folded`). A norm
 multiplies each channel by its gain, and the linear layers behind it multiply that by a column of their weights: the gain may

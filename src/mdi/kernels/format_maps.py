@@ -6,7 +6,8 @@ A word is the format of every matrix: `int8`. A map has exceptions behind it, by
 
 A matrix is in one format, or in ranges of rows with a format each, whole panels: 2048 rows in int4, all others in int8. Layers
 have the names of `mdi.model.tensors` without block and ending; an expert has no number there, but a single one may have an
-exception with its number. `transformer.wte=tied` says that the embedding is the head's weight. The text says the same in files, messages and hashes: equal maps have equal texts.
+exception with its number. `transformer.wte=tied` says that the embedding is the head's weight. The text says the same in
+files, messages and hashes: equal maps have equal texts.
 """
 
 from __future__ import annotations
