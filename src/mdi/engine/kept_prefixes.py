@@ -8,10 +8,11 @@ files are found whatever the cut, and a node never sees ids. The layout of a fil
     offset  size  field
     0       4     magic "MDIp"
     4       1     version
-    5       8     which key sealed it
-    13      12    nonce
-    25            sealed with AES-256-GCM or ChaCha20-Poly1305, the name as associated data: u32, JSON of so many bytes (type of
-                  the caches, first position, type and shape of each array), the arrays
+    5       1     cipher: 1 AES-256-GCM, 2 ChaCha20-Poly1305
+    6       8     which key sealed it
+    14      12    nonce
+    26            sealed, the name as associated data: u32, JSON of so many bytes (type of the caches, first position, type and
+                  shape of each array), the arrays
 
 The tag of the seal is the checksum. A file that cannot be opened is removed, and counts as absent.
 """
@@ -57,8 +58,9 @@ BYTES_PER_S = 32 << 20  # written: cards wear out, and readers of the same disk 
 
 logger = logging.getLogger("mdi")
 
-_MAGIC, _VERSION = b"MDIp", 1
-_HEAD = struct.Struct("<4sB8s12s")
+_MAGIC, _VERSION = b"MDIp", 2
+_HEAD = struct.Struct("<4sBB8s12s")
+_CIPHERS = {1: "AESGCM", 2: "ChaCha20Poly1305"}
 _SIZE = struct.Struct("<I")
 _NAME = re.compile(r"[0-9a-f]{40}\.kv")
 _TYPES = {"float32": np.float32, "float16": np.float16, "uint16": np.uint16, "int8": np.int8}
@@ -92,8 +94,8 @@ class Secrets:
     def __init__(self, folder: Path, keys: KeyFile | None) -> None:
         path = folder / "key"
         if keys is None and not path.exists():
-            write_keys(path, (new_secret(),))
-        self._keys = KeyFile(path) if keys is None else keys
+            write_keys(path, (new_secret(),), replaces=False)
+        self._keys = KeyFile(path) if keys is None else keys  # another node may have made it just now
 
     def all(self) -> list[bytes]:
         """The one that seals first; those of earlier keys open files."""
@@ -169,7 +171,7 @@ class KeptFiles:
         self._uncounted_bytes = 0  # written since they were counted: others may have written as many
         self._ending, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # told when nothing waits any more
 
     # Of the thread that computes
 
@@ -306,6 +308,7 @@ class KeptFiles:
                 is_told = True
             with self._lock:
                 del self._waiting[path]
+                self._lock.notify_all()
             self._ending.wait(len(data) / self._bytes_per_s)
 
     def _write(self, path: Path, data: bytes) -> None:
@@ -350,7 +353,7 @@ class KeptFiles:
             with contextlib.suppress(OSError):  # of one file
                 with open(path, "rb") as file:
                     head = file.read(_HEAD.size)
-                magic, version, key_id, _ = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, b"", b"")
+                magic, version, _, key_id, _ = _HEAD.unpack(head if len(head) == _HEAD.size else bytes(_HEAD.size))
                 is_foreign = key_id not in known and time.time() - used_s > FOREIGN_S
                 if (magic, version) != (_MAGIC, _VERSION) or is_foreign:
                     path.unlink(missing_ok=True)
@@ -365,33 +368,32 @@ class KeptFiles:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all is written that waits."""
-        deadline = time.monotonic() + timeout_s
-        while self._waiting_bytes and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return not self._waiting_bytes
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._waiting, timeout_s)
 
     def _sealed(self, name: str, data: bytes) -> bytes:
-        secret, nonce = self.secrets.all()[0], os.urandom(12)
-        return _HEAD.pack(_MAGIC, _VERSION, _key_id(secret), nonce) + _cipher(secret).encrypt(
-            nonce, data, name.encode()
-        )
+        secret, nonce, cipher = self.secrets.all()[0], os.urandom(12), 1 if has_fast_aes() else 2
+        head = _HEAD.pack(_MAGIC, _VERSION, cipher, _key_id(secret), nonce)
+        return head + cipher_named(cipher, secret).encrypt(nonce, data, name.encode())
 
     def _opened(self, name: str, data: bytes) -> bytearray:
-        from cryptography.exceptions import InvalidTag
+        from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
 
         if len(data) < _HEAD.size:
             raise _UnreadableError("it is cut off")
-        magic, version, key_id, nonce = _HEAD.unpack_from(data)
-        if (magic, version) != (_MAGIC, _VERSION):
+        magic, version, cipher, key_id, nonce = _HEAD.unpack_from(data)
+        if (magic, version) != (_MAGIC, _VERSION) or cipher not in _CIPHERS:
             raise _UnreadableError("it is of another version, or no file of ours")
         for secret in self.secrets.all():
             if _key_id(secret) == key_id:
                 opened = bytearray(max(0, len(data) - _HEAD.size - TAG_BYTES))
                 try:
-                    _cipher(secret).decrypt_into(nonce, memoryview(data)[_HEAD.size :], name.encode(), opened)
+                    cipher_named(cipher, secret).decrypt_into(nonce, memoryview(data)[_HEAD.size :], name.encode(), opened)
                     return opened
                 except (InvalidTag, ValueError):
                     raise _UnreadableError("it is damaged") from None
+                except UnsupportedAlgorithm:
+                    raise _UnreadableError("this machine does not have its cipher") from None
         raise _UnreadableError("it was sealed with another key")
 
 
@@ -473,10 +475,11 @@ def _key_id(secret: bytes) -> bytes:
     return mac(secret, "key id")[:8]
 
 
-def _cipher(secret: bytes) -> Any:
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+def cipher_named(number: int, secret: bytes) -> Any:
+    """Raises UnsupportedAlgorithm (of cryptography): this machine does not have it."""
+    from cryptography.hazmat.primitives.ciphers import aead
 
-    return (AESGCM if has_fast_aes() else ChaCha20Poly1305)(secret)
+    return getattr(aead, _CIPHERS[number])(secret)
 
 
 def _packed(piece: Piece, cache_type: str) -> bytes:

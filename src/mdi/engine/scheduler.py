@@ -115,7 +115,6 @@ class Scheduler:
         self._asking: dict[int, Sequence] = {}  # whose beginnings nodes look for on their disks, or read
         self._n_snapshots = 0
         self._snapshots: list[tuple[int, int]] = []  # copies that come with the next frame
-        self._n_on_disk: dict[int, int] = {}  # of each ended sequence, pages that the nodes were asked to keep
         self.keeps_later = False  # nodes have enough to write at present
         self._by_prompt: dict[
             tuple[str | None, str, tuple[int, ...]], list[Sequence]
@@ -456,7 +455,6 @@ class Scheduler:
         self._prefixes = None if memory is None else Prefixes(memory, self._kept_share, seed)
         self._tasks.clear()
         self._asking.clear()
-        self._n_on_disk.clear()
         if self.ring_prefixes is not None and self.ring_prefixes.owners:
             self._tasks.append(self.ring_prefixes.owners)
         for sequence in self._running.values():
@@ -593,19 +591,19 @@ class Scheduler:
         files = self.ring_prefixes
         if files is None or self._prefixes is None or self.keeps_later:
             return None
-        for kept in self._prefixes.newest:
-            n, begin = len(kept.keys), self._n_on_disk.get(kept.seq_id, 0)
-            if begin < n and n >= LEAST_FROM_DISK:
-                end = min(begin + files.run_pages, n)
-                return files.task(
-                    KEEP, kept.owner, kept.keys[:end], seq_id=kept.seq_id, start=begin * PAGE, stop=end * PAGE, is_end=end == n
-                )  # fmt: skip
-        return None
+        if (found := self._prefixes.unwritten(LEAST_FROM_DISK)) is None:
+            return None
+        kept, begin = found
+        end = min(begin + files.run_pages, len(kept.keys))
+        return files.task(
+            KEEP, kept.owner, kept.keys[:end], seq_id=kept.seq_id, start=begin * PAGE, stop=end * PAGE,
+            is_end=end == len(kept.keys),
+        )  # fmt: skip
 
     def _note_kept(self, task: PrefixTask) -> None:
         self.keeps_later = not task.is_done
-        if task.is_done:
-            self._n_on_disk[task.seq_id] = task.stop // PAGE
+        if task.is_done and self._prefixes is not None:
+            self._prefixes.note_written(task.seq_id, task.stop // PAGE)
 
     def _count(self, sequence: Sequence) -> None:
         self._has_grown |= self._use.count(sequence)
