@@ -342,7 +342,8 @@ class MadeUp:
         rows = np.zeros((stop - start, 8), np.float32)
         return CacheRun(start, stop, self.cache_type, {i: Piece(start, (rows,)) for i in wanted})
 
-    def fill(self, seq_id: int, run: CacheRun) -> None: ...
+    def fill(self, seq_id: int, run: CacheRun) -> None:
+        assert all(run.blocks[i].first == 0 for i in self._blocks)
 
     def free(self, seq_id: int) -> None: ...
 

@@ -16,8 +16,8 @@ from mdi.engine import kept_prefixes
 from mdi.engine.kept_prefixes import KeptFiles, Secrets
 from mdi.engine.memory import CacheMemory, Kept, NodeCaches, Prefixes
 from mdi.engine.prefix_tasks import FILL, FIND, KEEP, PrefixTask, RingPrefixes
-from mdi.engine.scheduler import Scheduler
-from mdi.engine.sequence import Plan, SamplingParams, Sequence
+from mdi.engine.scheduler import PromptPace, Scheduler
+from mdi.engine.sequence import Plan, PlannedSlice, SamplingParams, Sequence
 from mdi.errors import EngineError, WireError
 from mdi.model.caches import PAGE, PageClass
 from mdi.model.plain import spec_of
@@ -27,7 +27,7 @@ from mdi.run.ring_prefixes import StarterPrefixes
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.model_id import Formats
 from mdi.spec.options import StarterOptions
-from test_kept_prefixes import MadeUp, keep_task
+from test_kept_prefixes import MadeUp, keep_task, kept
 
 OWNER = f"{'0' * 16}-{'1' * 16}"
 INT8 = Arithmetic("fused", Formats.one("int8"), "fp16")
@@ -240,3 +240,53 @@ def test_what_is_dropped_from_memory_leaves_nothing_behind() -> None:
         prefixes.note_written(seq_id - 50, 2)
     assert prefixes.unwritten(2) is None
     assert len(prefixes.n_on_disk) == len(prefixes) == 3
+
+
+# Read or compute
+
+
+@pytest.mark.parametrize(("row_s", "is_read"), [(None, True), (0.011, True), (0.009, False)])
+def test_what_is_computed_faster_is_not_read(row_s: float | None, is_read: bool) -> None:
+    scheduler, plan = asking()
+    assert plan.task is not None
+    scheduler.row_s = row_s
+    scheduler.answered(plan.number, replace(plan.task, row_read_s=0.01))
+    after = scheduler.schedule()
+    assert after is not None
+    if is_read:
+        assert after.task is not None and (after.task.kind, after.task.stop) == (FILL, 5 * PAGE)
+    else:
+        assert after.task is None and [part.start for part in after.slices] == [0]
+
+
+def test_nodes_say_how_fast_they_read_as_they_have_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches, keep = MadeUp(4), keep_task(1)
+    find = replace(keep, kind=FIND, stop=0, ends="1", row_read_s=0.25)
+    with kept([tmp_path]) as (files,):
+        assert files.answer(keep, caches).is_done and files.flush(DEADLINE_S)
+        assert files.answer(replace(keep, kind=FILL), caches).is_done
+        assert files.answer(find, caches).row_read_s == 0.25, "so few bytes say nothing"
+        monkeypatch.setattr(kept_prefixes, "MEASURED_BYTES", 1)
+        assert files.answer(replace(keep, kind=FILL), caches).is_done
+        assert 0.25 < files.answer(find, caches).row_read_s < 0.25 + DEADLINE_S
+        assert files.answer(replace(find, keys="ab" * 16), caches).row_read_s == 0.25, "there is nothing to read"
+        monkeypatch.setattr(kept_prefixes, "RATE_S", -1.0)
+        assert files.answer(find, caches).row_read_s == 0.25, "that was long ago"
+
+
+def test_what_a_prompt_row_takes_is_seen_in_frames_of_prompts_alone() -> None:
+    def frame(number: int, n_prompt: int, n_decoding: int = 0) -> Plan:
+        parts = [PlannedSlice(1, 0, n_prompt, 0, (0,) * n_prompt, is_prompt=True)] if n_prompt else []
+        return Plan(number, (*parts, *(PlannedSlice(2 + i, 0, 1, 1, (0,)) for i in range(n_decoding))), ())
+
+    pace = PromptPace()
+    for number, (rows, seconds) in enumerate([((64, 1), 9.0), ((8, 0), 9.0), ((0, 2), 9.0)]):
+        pace.sent(frame(number, *rows), 10.0 * number)
+        pace.returned(number, 10.0 * number + seconds)
+    assert pace.row_s is None
+    for number in (3, 4):  # both are under way: the second one follows the first
+        pace.sent(frame(number, 64), 100.0)
+    pace.returned(3, 100.0 + 6.4)
+    assert pace.row_s == pytest.approx(0.1)
+    pace.returned(4, 100.0 + 6.4 + 3.2)
+    assert pace.row_s == pytest.approx(0.1 - 0.2 * 0.05)

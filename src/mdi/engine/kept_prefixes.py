@@ -55,6 +55,8 @@ FREE_BYTES = 1 << 30  # that stay free on the disk
 FOREIGN_S = 30 * 24 * 3600.0  # after which files of another key go
 WAITING_BYTES = 64 << 20  # that may wait to be written
 BYTES_PER_S = 32 << 20  # written: cards wear out, and readers of the same disk want to read
+MEASURED_BYTES = 1 << 20  # with fewer, a reading says nothing about the disk
+RATE_S = 600.0  # after which it is measured again: other programs may have kept it busy
 
 logger = logging.getLogger("mdi")
 
@@ -165,6 +167,8 @@ class KeptFiles:
         self._folder, self._limit_bytes, self.secrets = folder, limit_bytes, secrets
         self._free = free or (lambda: shutil.disk_usage(folder).free)
         self._bytes_per_s = bytes_per_s
+        self._n_read = 0  # bytes so far
+        self._rate: tuple[float, float] | None = None  # bytes per second of the last large reading, and when that was
         self._queue: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
         self._waiting: dict[Path, int] = {}  # bytes of each file that is to be written
         self._known_bytes: int | None = None  # of all files; None: they have to be counted
@@ -179,7 +183,8 @@ class KeptFiles:
         """Do this node's part of a task. Never raises for what is on the disk."""
         try:
             if task.kind == FIND:
-                return replace(task, ends=f"{task.possible & self.ends(task, caches):x}")
+                found = replace(task, ends=f"{task.possible & self.ends(task, caches):x}")
+                return replace(found, row_read_s=found.row_read_s + self._row_read_s(found, caches))
             if task.kind == FILL:
                 return replace(task, is_done=task.is_done and self._fill(task, caches))
             if task.kind == KEEP:
@@ -220,12 +225,24 @@ class KeptFiles:
         blocks = caches.classes_of_blocks()
         if not blocks:
             return True
+        begin, n_before = time.monotonic(), self._n_read
         try:
             caches.fill(task.seq_id, CacheRun(0, task.stop, caches.cache_type, _FromFiles(self, task, caches)))
         except EngineError as e:
             logger.info("a kept prefix cannot be used: %s", e)
             return False
+        if (n := self._n_read - n_before) >= MEASURED_BYTES:
+            self._rate = n / max(time.monotonic() - begin, 1e-6), time.monotonic()
         return True
+
+    def _row_read_s(self, task: PrefixTask, caches: Caches) -> float:
+        """Seconds to read a position of the longest end of a task, as fast as the last reading was; 0: nobody knows."""
+        n = task.possible.bit_length()
+        if self._rate is None or not n or time.monotonic() - self._rate[1] > RATE_S:
+            return 0.0
+        blocks, folder = caches.classes_of_blocks(), self._folder / task.owner
+        paths = [path for i, one in blocks.items() for path in _paths(folder, task, n, i, _is_cut(one))]
+        return sum(path.stat().st_size for path in paths) / self._rate[0] / (n * PAGE)
 
     def _keep(self, task: PrefixTask, caches: Caches) -> bool:
         """Have what is missing of a run written; False: too much waits already, to be asked again."""
@@ -286,6 +303,7 @@ class KeptFiles:
             raise EngineError(f"{path.name} is removed: {e}") from None
         with contextlib.suppress(OSError):
             os.utime(path)  # used just now
+        self._n_read += len(data)
         return piece
 
     # Of the thread that writes
@@ -412,17 +430,14 @@ class _FromFiles(Mapping[int, Piece]):
         return len(self._blocks)
 
     def __getitem__(self, block: int) -> Piece:
-        pages, run, n = self._task.pages, self._task.run_pages, self._task.stop // PAGE
-        if not _is_cut(self._blocks[block]):
-            return self._files.read(_path(self._folder, pages[n - 1], block), self._type)
+        n, is_cut = self._task.stop // PAGE, _is_cut(self._blocks[block])
+        pieces = [self._files.read(path, self._type) for path in _paths(self._folder, self._task, n, block, is_cut)]
+        if not is_cut:
+            return pieces[0]
         parts: list[tuple[np.ndarray, ...]] = []
-        for begin in range(0, n, run):
-            ends = range(min(begin + run, len(pages)), begin, -1)
-            paths = [_path(self._folder, pages[end - 1], block) for end in ends if end >= min(begin + run, n)]
-            path = next((one for one in paths if one.exists()), paths[-1])
-            piece = self._files.read(path, self._type)
-            n_rows = min(begin + run, n) * PAGE - begin * PAGE
-            if piece.first != begin * PAGE or any(len(one) < n_rows for one in piece.arrays):
+        for begin, piece in zip(range(0, self._task.stop, self._task.run_pages * PAGE), pieces, strict=True):
+            n_rows = min(self._task.run_pages * PAGE, self._task.stop - begin)
+            if piece.first != begin or any(len(one) < n_rows for one in piece.arrays):
                 raise EngineError("a file of other positions")
             parts.append(tuple(one[:n_rows] for one in piece.arrays))
         return Piece(0, tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
@@ -452,6 +467,19 @@ def _by_cut(blocks: Mapping[int, CacheClass]) -> tuple[list[int], list[int]]:
 def _path(folder: Path, key: bytes, block: int) -> Path:
     """Of what a block has up to the end of the page with this key."""
     return folder / f"{hashlib.blake2b(key + _SIZE.pack(block), digest_size=20).hexdigest()}.kv"
+
+
+def _paths(folder: Path, task: PrefixTask, n: int, block: int, is_cut: bool) -> list[Path]:
+    """The files of a block for the first `n` pages of a task; what is behind the last whole run may be in a longer one."""
+    pages, run = task.pages, task.run_pages
+    if not is_cut:
+        return [_path(folder, pages[n - 1], block)]
+    found = []
+    for begin in range(0, n, run):
+        longest, shortest = min(begin + run, len(pages)), min(begin + run, n)
+        paths = [_path(folder, pages[end - 1], block) for end in range(longest, shortest - 1, -1)]
+        found.append(next((one for one in paths if one.exists()), paths[-1]))
+    return found
 
 
 def _all_there(folder: Path, blocks: Sequence[int], key: bytes) -> bool:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from mdi.errors import WireError
 from mdi.model.caches import PAGE
 from mdi.net.wire import Frame, FrameType
-from mdi.spec.decode import Meta, Whole, decode, one_of
+from mdi.spec.decode import Meta, Number, Whole, decode, one_of
 
 FIND, FILL, KEEP, OWNERS = "find", "fill", "keep", "owners"
 KEY_BYTES = 16  # of a page's key, see memory.page_keys
@@ -40,6 +40,8 @@ class PrefixTask:
         ends: bit i says that a prefix may end behind page i; in hex.
         is_end: of KEEP: whether the text ends there, so that states are kept as well.
         is_done: whether all nodes so far could do it.
+        row_read_s: of FIND: seconds that the nodes so far, one after the other, need to read a position of the longest end;
+            0 where that was not measured.
     """
 
     kind: Annotated[str, one_of((FIND, FILL, KEEP, OWNERS))]
@@ -53,6 +55,7 @@ class PrefixTask:
     ends: Text = "0"
     is_end: bool = False
     is_done: bool = True
+    row_read_s: Number = 0.0
 
     @property
     def pages(self) -> list[bytes]:

@@ -38,6 +38,7 @@ MOST_GUESSES = SLACK // 2
 PREFILL_SLOWDOWN = 0.6  # prompt rows may make a decoding frame 60 % slower
 FIRST_ROWS = 16  # before anything was measured
 LEAST_ROWS = 4
+MANY_ROWS = 32  # of prompts in a frame, from which on a row costs what it costs in a long prompt
 WEIGHT = 0.2  # of the newest frame without prompt rows
 GROWTH, SHRINKAGE = 1.1, 0.7  # most change of the number by one frame
 
@@ -116,6 +117,7 @@ class Scheduler:
         self._n_snapshots = 0
         self._snapshots: list[tuple[int, int]] = []  # copies that come with the next frame
         self.keeps_later = False  # nodes have enough to write at present
+        self.row_s: float | None = None  # see PromptPace
         self._by_prompt: dict[
             tuple[str | None, str, tuple[int, ...]], list[Sequence]
         ] = {}  # running ones; see `siblings`
@@ -560,7 +562,8 @@ class Scheduler:
             raise EngineError(f"frame {number} came back with another task than it was sent with", Code.WIRE)
         self._in_flight.popleft()
         # Only answers are taken from what came back.
-        answered = replace(asked, ends=f"{asked.possible & task.possible:x}", is_done=task.is_done)
+        ends = f"{asked.possible & task.possible:x}"
+        answered = replace(asked, ends=ends, is_done=task.is_done, row_read_s=task.row_read_s)
         if asked.kind == KEEP:
             self._note_kept(answered)
             return
@@ -569,7 +572,7 @@ class Scheduler:
             self._go_on_with(sequence, answered)
 
     def _go_on_with(self, sequence: Sequence, task: PrefixTask) -> None:
-        if task.kind == FIND and task.possible:
+        if task.kind == FIND and self._is_worth_reading(sequence, task):
             stop = PAGE * task.possible.bit_length()
             if sequence.seq_id in self._freed:  # after another FILL; every node frees it before it fills
                 self._freed.remove(sequence.seq_id)  # and no later frame may free what is filled
@@ -585,6 +588,13 @@ class Scheduler:
         else:
             self._reuse(sequence)
         self._prefilling.append(sequence)
+
+    def _is_worth_reading(self, sequence: Sequence, task: PrefixTask) -> bool:
+        """Whether the nodes read the longest end faster than they compute what is not in memory of it."""
+        n = PAGE * task.possible.bit_length()
+        in_memory = self._found_in_memory(sequence)
+        n_computed = n - (0 if in_memory is None else in_memory[1])
+        return n > 0 and (self.row_s is None or n * task.row_read_s < n_computed * self.row_s)
 
     def _task_to_keep(self) -> PrefixTask | None:
         """The next run of an ended text that is in the nodes' memory and not on their disks; the newest text comes first."""
@@ -890,10 +900,12 @@ class PromptPace:
 
     Attributes:
         doubling_rows: prompt rows that take as long as all decoding ones of a frame.
+        row_s: seconds that one of many prompt rows adds to a prompt; None: there were none yet.
     """
 
     def __init__(self) -> None:
         self.doubling_rows = FIRST_ROWS / PREFILL_SLOWDOWN
+        self.row_s: float | None = None
         self.under_way: dict[int, tuple[float, int, int]] = {}  # frame -> when, prompt rows, decoding rows
         self._last = 0.0
         self._decode_s: float | None = None
@@ -913,6 +925,9 @@ class PromptPace:
         time_s = now_s - max(sent_s, self._last)  # frames follow each other; the first of them has gone the whole way
         self._last = now_s
         if not n_decoding:
+            if n_prompt >= MANY_ROWS:
+                found = time_s / n_prompt
+                self.row_s = found if self.row_s is None else self.row_s + WEIGHT * (found - self.row_s)
             return  # no decoding text waits for it
         if not n_prompt:
             self._decode_s = time_s if self._decode_s is None else self._decode_s + WEIGHT * (time_s - self._decode_s)
