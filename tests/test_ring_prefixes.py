@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from families import config_of
 from loopback import DEADLINE_S
 from mdi.engine import kept_prefixes
 from mdi.engine.kept_prefixes import KeptFiles, Secrets
@@ -20,7 +19,6 @@ from mdi.engine.scheduler import PromptPace, Scheduler
 from mdi.engine.sequence import Plan, PlannedSlice, SamplingParams, Sequence
 from mdi.errors import EngineError, WireError
 from mdi.model.caches import PAGE, PageClass
-from mdi.model.plain import spec_of
 from mdi.net import keys
 from mdi.net.keys import KeyFile, new_secret, write_keys
 from mdi.run.ring_prefixes import StarterPrefixes
@@ -39,10 +37,10 @@ INT8 = Arithmetic("fused", Formats.one("int8"), "fp16")
 def of_ring(
     folder: Path, options: StarterOptions = StarterOptions(), *, max_length: int = 512, sha256: str = "a", **of: Any
 ) -> RingPrefixes | None:
-    spec = spec_of(config_of("Llama-3.1-8B"))
+    spec = SimpleNamespace(blocks=())  # of which the keys contain only hashes
     model = SimpleNamespace(spec=spec, config_hash=of.pop("config_hash", "c"), dtype=of.pop("dtype", "bfloat16"))
     weights: Any = SimpleNamespace(
-        blocks=[(0, 1), (1, spec.n_layer)], is_shared=of.pop("is_shared", False), model=model, n_layer=spec.n_layer,
+        blocks=[(0, 1), (1, 5)], is_shared=of.pop("is_shared", False), model=model, n_layer=5,
         spec=lambda part: SimpleNamespace(sha256=sha256 if part == "head" else part),
     )  # fmt: skip
     stage: Any = SimpleNamespace(caches=SimpleNamespace(cache_type=of.pop("cache_type", "float16")))
@@ -290,3 +288,27 @@ def test_what_a_prompt_row_takes_is_seen_in_frames_of_prompts_alone() -> None:
     assert pace.row_s == pytest.approx(0.1)
     pace.returned(4, 100.0 + 6.4 + 3.2)
     assert pace.row_s == pytest.approx(0.1 - 0.2 * 0.05)
+
+
+# In memory
+
+
+def test_what_a_waiting_text_begins_with_is_dropped_last() -> None:
+    def text(seq_id: int, first: int, n_pages: int) -> Sequence:
+        return Sequence(seq_id, tuple(range(first, first + n_pages * PAGE + 1)), SamplingParams(n_tokens=1), 10_000, owner="a")
+
+    scheduler = Scheduler(1, kept_share=1.0)
+    scheduler.rewind(1, CacheMemory((NodeCaches("starter", 11, (PageClass(None, 1),)),)))
+
+    def go_on() -> None:
+        while (plan := scheduler.schedule()) is not None:
+            scheduler.update(plan.number, {part.seq_id: [5] for part in plan.slices if part.n_logits})
+
+    for seq_id, first in ((1, 0), (2, 5000)):
+        scheduler.submit(text(seq_id, first, 3))
+        go_on()
+    assert scheduler.n_reused == 0
+    scheduler.submit(text(3, 9000, 4))
+    scheduler.submit(text(4, 0, 3))  # as the one that was used longest ago
+    go_on()
+    assert scheduler.n_reused == 3 * PAGE and not scheduler.has_work

@@ -25,7 +25,6 @@ import json
 import logging
 import os
 import queue
-import re
 import shutil
 import struct
 import threading
@@ -38,7 +37,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import psutil
 
-from mdi.engine.prefix_tasks import FILL, FIND, KEEP, PrefixTask
+from mdi.engine.prefix_tasks import FETCH, FETCH_BYTES, FILL, FIND, KEEP, NAME, PrefixTask
 from mdi.errors import EngineError, MdiError
 from mdi.files import replacing
 from mdi.kernels.stage_caches import CacheRun, Piece
@@ -56,6 +55,7 @@ FOREIGN_S = 30 * 24 * 3600.0  # after which files of another key go
 WAITING_BYTES = 64 << 20  # that may wait to be written
 BYTES_PER_S = 32 << 20  # written: cards wear out, and readers of the same disk want to read
 MEASURED_BYTES = 1 << 20  # with fewer, a reading says nothing about the disk
+MOST_WANTED = 1024  # names of files that nodes lack, in one question
 RATE_S = 600.0  # after which it is measured again: other programs may have kept it busy
 
 logger = logging.getLogger("mdi")
@@ -64,7 +64,6 @@ _MAGIC, _VERSION = b"MDIp", 2
 _HEAD = struct.Struct("<4sBB8s12s")
 _CIPHERS = {1: "AESGCM", 2: "ChaCha20Poly1305"}
 _SIZE = struct.Struct("<I")
-_NAME = re.compile(r"[0-9a-f]{40}\.kv")
 _TYPES = {"float32": np.float32, "float16": np.float16, "uint16": np.uint16, "int8": np.int8}
 
 
@@ -176,6 +175,7 @@ class KeptFiles:
         self._ending, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Condition()  # told when nothing waits any more
+        self._disk = threading.Lock()  # of what is counted: files come from the thread that writes, and from other nodes
 
     # Of the thread that computes
 
@@ -184,7 +184,10 @@ class KeptFiles:
         try:
             if task.kind == FIND:
                 found = replace(task, ends=f"{task.possible & self.ends(task, caches):x}")
-                return replace(found, row_read_s=found.row_read_s + self._row_read_s(found, caches))
+                some = task.some if found.possible == task.possible else f"{int(task.some, 16) | self._some(task, caches):x}"
+                return replace(found, some=some, row_read_s=found.row_read_s + self._row_read_s(found, caches))
+            if task.kind == FETCH:
+                return self._fetched(task, caches)
             if task.kind == FILL:
                 return replace(task, is_done=task.is_done and self._fill(task, caches))
             if task.kind == KEEP:
@@ -209,6 +212,44 @@ class KeptFiles:
             if found >> i & 1 and not _all_there(folder, whole, pages[i]):
                 found &= ~(1 << i)
         return found
+
+    def _some(self, task: PrefixTask, caches: Caches) -> int:
+        """Ends of which there are files of the first or the last block here: after another cut a node lacks some of a text.
+        Where there are blocks with ends of their own, these count.
+        """
+        folder, (cut, whole) = self._folder / task.owner, _by_cut(caches.classes_of_blocks())
+        found = 0
+        for block in {*cut[:1], *cut[-1:]} if folder.is_dir() and not whole else ():
+            found |= (1 << self._n_pages(folder, [block], task.pages, task.run_pages)) - 1
+        for block in {*whole[:1], *whole[-1:]}:
+            found |= sum(1 << i for i, key in enumerate(task.pages) if _path(folder, key, block).exists())
+        return found & task.possible
+
+    def _fetched(self, task: PrefixTask, caches: Caches) -> PrefixTask:
+        """Take the files that are missing here from those that come with a task, and add what is here of those that others want.
+        They stay sealed: a node without the same key takes none.
+        """
+        folder, n = self._folder / task.owner, task.stop // PAGE
+        blocks, files, wanted = caches.classes_of_blocks(), task.attached, set(task.wanted.split())
+        paths = [path for i, one in blocks.items() for path in _paths(folder, task, n, i, _is_cut(one))]
+        missing = {path.name for path in paths if not path.exists()}
+        try:
+            for name in missing & files.keys():
+                data = files.pop(name)
+                self._opened(name, data)
+                self._write(folder / name, data)
+                missing.discard(name)
+                wanted.discard(name)
+        except MdiError as e:
+            logger.info("a file from another node is not taken: %s", e)
+            return replace(task, files="", is_done=False)
+        n_free = FETCH_BYTES - sum(map(len, files.values()))
+        for path in [folder / name for name in sorted(wanted - missing - files.keys())]:
+            if path.exists() and path.stat().st_size <= n_free:
+                files[path.name] = path.read_bytes()
+                n_free -= len(files[path.name])
+        more = sorted(missing - wanted)[: max(0, MOST_WANTED - len(wanted))]
+        return task.with_files(sorted(wanted.union(more)), files)
 
     def _n_pages(self, folder: Path, blocks: Sequence[int], pages: Sequence[bytes], run: int) -> int:
         """Pages from the first one on that are in the files of all these blocks."""
@@ -317,7 +358,7 @@ class KeptFiles:
         while (item := self._queue.get()) is not None and not self._closed.is_set():
             path, data = item.path, item.data
             try:
-                self._write(path, data)
+                self._write(path, self._sealed(path.name, data))
                 _keep_newest(item.earlier, item.n_earlier)
             except Exception as e:  # of one file; the thread goes on with the next one
                 self._known_bytes = None
@@ -329,14 +370,15 @@ class KeptFiles:
                 self._lock.notify_all()
             self._ending.wait(len(data) / self._bytes_per_s)
 
-    def _write(self, path: Path, data: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._make_room(len(data) + _HEAD.size + TAG_BYTES)
-        with replacing(path) as file:
-            file.write(self._sealed(path.name, data))
-        if self._known_bytes is not None:
-            self._known_bytes += len(data)
-        self._uncounted_bytes += len(data)
+    def _write(self, path: Path, sealed: bytes) -> None:
+        with self._disk:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._make_room(len(sealed))
+            with replacing(path) as file:
+                file.write(sealed)
+            if self._known_bytes is not None:
+                self._known_bytes += len(sealed)
+            self._uncounted_bytes += len(sealed)
 
     def _make_room(self, n_bytes: int) -> None:
         """Remove the files that were used longest ago, until there is room. Raises EngineError if there is none."""
@@ -450,7 +492,7 @@ def files_in(folder: Path) -> Iterator[tuple[Path, int, float]]:
             path = Path(where) / name
             with contextlib.suppress(OSError):  # removed meanwhile
                 stat = path.lstat()
-                if _NAME.fullmatch(name) or name.endswith(".part"):
+                if NAME.fullmatch(name) or name.endswith(".part"):
                     yield path, stat.st_size, stat.st_mtime
 
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes
-from mdi.engine.prefix_tasks import FILL, FIND, KEEP, PrefixTask, RingPrefixes
+from mdi.engine.prefix_tasks import FETCH, FILL, FIND, KEEP, PrefixTask, RingPrefixes
 from mdi.engine.replay import Replays
 from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
 from mdi.errors import Code, EngineError
@@ -29,6 +29,7 @@ DECODE_ROWS = 4096  # most sequences in a frame; with a chunk, well below the li
 SNAPSHOT_EVERY = 4096  # tokens of a prompt
 SNAPSHOTS = 1 << 47  # ids of sequences from here on are those of snapshots; above are bits of adapters
 LEAST_FROM_DISK = 2  # pages more than memory has, for which nodes are asked
+FETCH_ROUNDS = 64  # of one text, in which nodes get files from each other
 AHEAD_POSITIONS = 2 * PAGE  # how much all sequences can grow after one was admitted, before one must be evicted
 
 # Guesses of one text that are under way, at most: any cache can be cut by SLACK positions, and a prefix of the ended text is to
@@ -168,8 +169,9 @@ class Scheduler:
         return tuple(self._use.total)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence; it enters as soon as there is cache memory for it."""
+        """Queue a sequence; it enters as soon as there is cache memory for it. Others drop last what it will begin with."""
         self._waiting.append(sequence)
+        self._found_in_memory(sequence)
 
     def refusal(self, sequence: Sequence) -> str | None:
         """Why the sequence could not be admitted even if it were alone; None if it could."""
@@ -483,7 +485,7 @@ class Scheduler:
         earlier = itertools.takewhile(lambda one: one is not sequence, sequence.siblings)
         if any(self._can_lend(other, sequence) for other in earlier):
             self._prefilling.append(sequence)
-        elif (task := self._task_to_find(sequence)) is not None:
+        elif (task := self._task_to_find(sequence, n_rounds=FETCH_ROUNDS)) is not None:
             self._asking[sequence.seq_id] = sequence
             self._tasks.append(task)
         else:
@@ -529,11 +531,14 @@ class Scheduler:
 
     # Prefixes on the nodes' disks
 
-    def _task_to_find(self, sequence: Sequence, n_pages: int | None = None) -> PrefixTask | None:
+    def _task_to_find(
+        self, sequence: Sequence, n_pages: int | None = None, n_rounds: int = 0
+    ) -> PrefixTask | None:  # fmt: skip
         """To look for a beginning of a text, if it can be longer than what is in memory; the starter has looked already.
 
         Args:
             n_pages: of the beginning, at most; None: any number.
+            n_rounds: in which nodes may get from others what they lack of it.
         """
         files = self.ring_prefixes
         if files is None or self._prefixes is None or sequence.kept_for is None:
@@ -551,8 +556,10 @@ class Scheduler:
             seq_id=sequence.seq_id,
             n_evictions=sequence.n_evictions,
             ends=f"{possible:x}",
+            n_rounds=n_rounds,
         )
-        return task if files.answer(task).possible else None
+        found = files.answer(task)
+        return task if found.possible or found.some != "0" else None
 
     def answered(self, number: int, task: PrefixTask) -> None:
         """A frame with a task is back. Raises EngineError: it is not the frame that is due."""
@@ -563,15 +570,29 @@ class Scheduler:
         self._in_flight.popleft()
         # Only answers are taken from what came back.
         ends = f"{asked.possible & task.possible:x}"
-        answered = replace(asked, ends=ends, is_done=task.is_done, row_read_s=task.row_read_s)
+        some = f"{asked.possible & int(task.some, 16):x}"
+        answered = replace(
+            asked, ends=ends, is_done=task.is_done, row_read_s=task.row_read_s, some=some, wanted=task.wanted,
+            files=task.files,
+        )  # fmt: skip
         if asked.kind == KEEP:
             self._note_kept(answered)
             return
-        sequence = self._asking.get(asked.seq_id) if asked.kind in (FIND, FILL) else None
-        if sequence is not None and sequence.n_evictions == asked.n_evictions:
-            self._go_on_with(sequence, answered)
+        sequence = self._asking.get(asked.seq_id) if asked.kind in (FIND, FILL, FETCH) else None
+        if sequence is None or sequence.n_evictions != asked.n_evictions:
+            return
+        if asked.kind == FETCH and answered.is_done and (answered.files or answered.wanted != asked.wanted):
+            if asked.n_rounds > 1:  # until a whole round brings nothing
+                return self._tasks.append(replace(answered, n_rounds=asked.n_rounds - 1))
+        self._go_on_with(sequence, answered)
 
     def _go_on_with(self, sequence: Sequence, task: PrefixTask) -> None:
+        n_some = int(task.some, 16).bit_length()
+        if task.kind == FIND and task.n_rounds and n_some >= task.possible.bit_length() + LEAST_FROM_DISK:
+            self._tasks.append(replace(task, kind=FETCH, start=0, stop=PAGE * n_some))
+            return
+        if task.kind == FETCH and (again := self._task_to_find(sequence)) is not None:
+            return self._tasks.append(again)
         if task.kind == FIND and self._is_worth_reading(sequence, task):
             stop = PAGE * task.possible.bit_length()
             if sequence.seq_id in self._freed:  # after another FILL; every node frees it before it fills
