@@ -70,9 +70,7 @@ def test_the_first_token_of_a_prompt_and_windows(capsys: pytest.CaptureFixture[s
     ("disk", "said"),
     [(80e6, "read, which is faster"), (1e3, "computed, which is faster"), (0.0, "nobody knows how fast the disks are")],
 )
-def test_a_prompt_that_was_kept(
-    disk: float, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_prompt_that_was_kept(disk: float, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     known = boards().to_json()
     for node in known["nodes"]:
         node["disk_read_bytes_s"] = disk

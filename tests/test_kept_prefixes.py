@@ -154,14 +154,14 @@ def test_after_another_cut_nodes_get_what_they_lack_from_those_that_have_it(
     with kept_text(family, 3, folders, keys=cluster_key) as before:
         n_files = len(all_files(folders))
         n_layer = model_of(family).config.n_layer
-        moved = {"keys": cluster_key, "cuts": (1, n_layer - 2, 1)}
+        moved = {"keys": cluster_key, "cuts": (1, n_layer - 1)}
         assert check_next_turn(family, 3, folders, before, **moved) == 96
         names = [path.name for path in all_files(folders)]
         assert len(names) > n_files == len(set(names)), "they are copied"
         assert {path.parent.name for path in all_files(folders)} == {owner_folder("a")}
         for path in all_files(folders[:1]):
             path.unlink()
-        assert check_next_turn(family, 2, folders[1:], before, **moved | {"cuts": (n_layer - 1, 1)}) == 0, (
+        assert check_next_turn(family, 2, folders[1:], before, **moved | {"cuts": (n_layer - 1,)}) == 0, (
             "block 0 is lost, and the starter has files of later ones"
         )
 
@@ -173,7 +173,7 @@ def test_files_travel_in_several_rounds_and_only_as_they_are(
     folders, n_layer = folders_of(tmp_path, 2), model_of(LLAMA).config.n_layer
     with kept_text(LLAMA, 2, folders, keys=cluster_key) as before:
         sizes = [path.stat().st_size for path in all_files(folders)]
-        cuts = (n_layer - 1, 1)
+        cuts = (n_layer - 1,)
         monkeypatch.setattr(kept_prefixes, "FETCH_BYTES", min(sizes) - 1)
         assert check_next_turn(LLAMA, 2, folders, before, keys=cluster_key, cuts=cuts) == 0
         assert [path.stat().st_size for path in all_files(folders)] == sizes
@@ -199,7 +199,10 @@ def test_a_disk_that_takes_no_file_of_others(tmp_path: Path, cluster_key: KeyFil
     folders, n_layer = folders_of(tmp_path, 2), model_of(LLAMA).config.n_layer
     with kept_text(LLAMA, 2, folders, keys=cluster_key) as before:
         ids, n_files = [*before, *prompt(20, 2)], len(all_files(folders))
-        with kept(folders, keys=cluster_key, free=lambda: 0) as files, ring(LLAMA, 2, files, cuts=(n_layer - 1, 1)) as made:
+        with (
+            kept(folders, keys=cluster_key, free=lambda: 0) as files,
+            ring(LLAMA, 2, files, cuts=(n_layer - 1,)) as made,
+        ):
             assert ask(made, ids).ids == greedy(model_of(LLAMA), ids, 12)
             assert made.engine.n_reused == 0 and made.tasks.qsize() < 5, "it is asked once"
         assert len(all_files(folders)) <= n_files

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cryptography.exceptions import UnsupportedAlgorithm
 
 from loopback import DEADLINE_S
 from mdi.engine import kept_prefixes
 from mdi.engine.kept_prefixes import KeptFiles, Secrets
 from mdi.engine.memory import CacheMemory, Kept, NodeCaches, Prefixes
-from mdi.engine.prefix_tasks import FILL, FIND, KEEP, PrefixTask, RingPrefixes
+from mdi.engine.prefix_tasks import FETCH, FILL, FIND, KEEP, PrefixTask, RingPrefixes
 from mdi.engine.scheduler import PromptPace, Scheduler
 from mdi.engine.sequence import Plan, PlannedSlice, SamplingParams, Sequence
 from mdi.errors import EngineError, WireError
@@ -28,6 +29,7 @@ from mdi.spec.options import StarterOptions
 from test_kept_prefixes import MadeUp, keep_task, kept
 
 OWNER = f"{'0' * 16}-{'1' * 16}"
+USUAL = StarterOptions()
 INT8 = Arithmetic("fused", Formats.one("int8"), "fp16")
 
 
@@ -35,7 +37,7 @@ INT8 = Arithmetic("fused", Formats.one("int8"), "fp16")
 
 
 def of_ring(
-    folder: Path, options: StarterOptions = StarterOptions(), *, max_length: int = 512, sha256: str = "a", **of: Any
+    folder: Path, options: StarterOptions = USUAL, *, max_length: int = 512, sha256: str = "a", **of: Any
 ) -> RingPrefixes | None:
     spec = SimpleNamespace(blocks=())  # of which the keys contain only hashes
     model = SimpleNamespace(spec=spec, config_hash=of.pop("config_hash", "c"), dtype=of.pop("dtype", "bfloat16"))
@@ -136,29 +138,28 @@ def test_a_disk_without_hard_links_gets_a_key_as_well(tmp_path: Path, monkeypatc
 def test_a_file_says_its_cipher(has_fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that would take the other one opens it; one that does not have it, or does not know it, removes the file."""
     write_keys(tmp_path / "cluster", (new_secret(),))
-    files = KeptFiles(tmp_path / "files", 1 << 20, Secrets(tmp_path / "files", KeyFile(tmp_path / "cluster")))
     monkeypatch.setattr(kept_prefixes, "has_fast_aes", lambda: has_fast)
-    assert files.answer(keep_task(1), MadeUp(1)).is_done and files.flush(DEADLINE_S)
-    ((path, _, _),) = files.files()
-    sealed = path.read_bytes()
-    assert sealed[5] == (1 if has_fast else 2)
-    monkeypatch.setattr(kept_prefixes, "has_fast_aes", lambda: not has_fast)
-    assert files.read(path, "float32").first == 0
-    for changed in (b"\x03", b"\x02" if has_fast else b"\x01"):
-        path.write_bytes(sealed[:5] + changed + sealed[6:])
-        with pytest.raises(EngineError, match="is removed"):
+    with kept([tmp_path / "files"], keys=KeyFile(tmp_path / "cluster")) as (files,):
+        assert files.answer(keep_task(1), MadeUp(1)).is_done and files.flush(DEADLINE_S)
+        ((path, _, _),) = files.files()
+        sealed = path.read_bytes()
+        assert sealed[5] == (1 if has_fast else 2)
+        monkeypatch.setattr(kept_prefixes, "has_fast_aes", lambda: not has_fast)
+        assert files.read(path, "float32").first == 0
+        for changed in (b"\x03", b"\x02" if has_fast else b"\x01"):
+            path.write_bytes(sealed[:5] + changed + sealed[6:])
+            with pytest.raises(EngineError, match="is removed"):
+                files.read(path, "float32")
+            assert not path.exists()
+
+        def lacks(*_: object) -> None:
+            raise UnsupportedAlgorithm("made up")
+
+        monkeypatch.setattr(kept_prefixes, "cipher_named", lacks)
+        path.write_bytes(sealed)
+        with pytest.raises(EngineError, match="does not have its cipher"):
             files.read(path, "float32")
         assert not path.exists()
-    from cryptography.exceptions import UnsupportedAlgorithm
-
-    def lacks(*_: object) -> None:
-        raise UnsupportedAlgorithm("made up")
-
-    monkeypatch.setattr(kept_prefixes, "cipher_named", lacks)
-    path.write_bytes(sealed)
-    with pytest.raises(EngineError, match="does not have its cipher"):
-        files.read(path, "float32")
-    assert not path.exists()
 
 
 # What nodes answer
@@ -167,9 +168,12 @@ def test_a_file_says_its_cipher(has_fast: bool, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"ends": "-1"}, {"ends": "x"}, {"keys": "0"}, {"keys": "zz"}, {"kind": "other"}, {"stop": PAGE + 1}, {"start": PAGE},
-        {"stop": 3 * PAGE}, {"kind": FILL, "stop": 0}, {"owner": "../up"}, {"owner": ""}, {"owner": f"{OWNER} "}, {"run_pages": 0},
-        {"seq_id": -1}, {"more": 1},
+        {"ends": "-1"}, {"ends": "x"}, {"keys": "0"}, {"keys": "zz"}, {"kind": "other"}, {"stop": PAGE + 1},
+        {"start": 2 * PAGE},
+        {"stop": 3 * PAGE}, {"kind": FILL, "stop": 0}, {"owner": "../up"}, {"owner": ""}, {"owner": f"{OWNER} "},
+        {"run_pages": 0},
+    {"seq_id": -1}, {"some": "-1"}, {"kind": FETCH, "stop": 0}, {"wanted": "../../key"}, {"files": f"{'0' * 40}.kv"},
+        {"files": "../up AAAA"}, {"files": f"{'0' * 40}.kv ?"},
     ],
     ids=str,
 )  # fmt: skip
@@ -295,17 +299,19 @@ def test_what_a_prompt_row_takes_is_seen_in_frames_of_prompts_alone() -> None:
 
 def test_what_a_waiting_text_begins_with_is_dropped_last() -> None:
     def text(seq_id: int, first: int, n_pages: int) -> Sequence:
-        return Sequence(seq_id, tuple(range(first, first + n_pages * PAGE + 1)), SamplingParams(n_tokens=1), 10_000, owner="a")
+        return Sequence(
+            seq_id, tuple(range(first, first + n_pages * PAGE + 1)), SamplingParams(n_tokens=1), 10_000, owner="a"
+        )
 
     scheduler = Scheduler(1, kept_share=1.0)
-    scheduler.rewind(1, CacheMemory((NodeCaches("starter", 11, (PageClass(None, 1),)),)))
+    scheduler.rewind(1, CacheMemory((NodeCaches("starter", 13, (PageClass(None, 1),)),)))
 
     def go_on() -> None:
         while (plan := scheduler.schedule()) is not None:
             scheduler.update(plan.number, {part.seq_id: [5] for part in plan.slices if part.n_logits})
 
-    for seq_id, first in ((1, 0), (2, 5000)):
-        scheduler.submit(text(seq_id, first, 3))
+    for seq_id, first, n_pages in ((1, 0, 3), (2, 5000, 5)):
+        scheduler.submit(text(seq_id, first, n_pages))
         go_on()
     assert scheduler.n_reused == 0
     scheduler.submit(text(3, 9000, 4))

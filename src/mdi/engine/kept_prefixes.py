@@ -175,7 +175,9 @@ class KeptFiles:
         self._ending, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Condition()  # told when nothing waits any more
-        self._disk = threading.Lock()  # of what is counted: files come from the thread that writes, and from other nodes
+        self._disk = (
+            threading.Lock()
+        )  # of what is counted: files come from the thread that writes, and from other nodes
 
     # Of the thread that computes
 
@@ -184,7 +186,11 @@ class KeptFiles:
         try:
             if task.kind == FIND:
                 found = replace(task, ends=f"{task.possible & self.ends(task, caches):x}")
-                some = task.some if found.possible == task.possible else f"{int(task.some, 16) | self._some(task, caches):x}"
+                some = (
+                    task.some
+                    if found.possible == task.possible
+                    else f"{int(task.some, 16) | self._some(task, caches):x}"
+                )
                 return replace(found, some=some, row_read_s=found.row_read_s + self._row_read_s(found, caches))
             if task.kind == FETCH:
                 return self._fetched(task, caches)
@@ -226,7 +232,7 @@ class KeptFiles:
         return found & task.possible
 
     def _fetched(self, task: PrefixTask, caches: Caches) -> PrefixTask:
-        """Take the files that are missing here from those that come with a task, and add what is here of those that others want.
+        """Take the files that are missing here from those that come with a task, and add what is here of what others want.
         They stay sealed: a node without the same key takes none.
         """
         folder, n = self._folder / task.owner, task.stop // PAGE
@@ -448,7 +454,9 @@ class KeptFiles:
             if _key_id(secret) == key_id:
                 opened = bytearray(max(0, len(data) - _HEAD.size - TAG_BYTES))
                 try:
-                    cipher_named(cipher, secret).decrypt_into(nonce, memoryview(data)[_HEAD.size :], name.encode(), opened)
+                    cipher_named(cipher, secret).decrypt_into(
+                        nonce, memoryview(data)[_HEAD.size :], name.encode(), opened
+                    )
                     return opened
                 except (InvalidTag, ValueError):
                     raise _UnreadableError("it is damaged") from None

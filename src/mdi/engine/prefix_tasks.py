@@ -38,7 +38,7 @@ class PrefixTask:
 
     Attributes:
         kind: FIND ends of which every node has all files; FILL the caches of a sequence up to position `stop`; KEEP the
-            positions [start, stop) of a sequence; FETCH from the others the files that a node lacks of what its blocks have up to
+            positions [start, stop) of a sequence; FETCH from other nodes the files that lack here of what blocks have up to
             position `stop`; remove the folders of all other OWNERS.
         seq_id, n_evictions: of the sequence.
         owner: name of a folder; of OWNERS several, with spaces between.

@@ -581,9 +581,9 @@ class Scheduler:
         sequence = self._asking.get(asked.seq_id) if asked.kind in (FIND, FILL, FETCH) else None
         if sequence is None or sequence.n_evictions != asked.n_evictions:
             return
-        if asked.kind == FETCH and answered.is_done and (answered.files or answered.wanted != asked.wanted):
-            if asked.n_rounds > 1:  # until a whole round brings nothing
-                return self._tasks.append(replace(answered, n_rounds=asked.n_rounds - 1))
+        has_moved = answered.is_done and (answered.files or answered.wanted != asked.wanted)
+        if asked.kind == FETCH and has_moved and asked.n_rounds > 1:
+            return self._tasks.append(replace(answered, n_rounds=asked.n_rounds - 1))
         self._go_on_with(sequence, answered)
 
     def _go_on_with(self, sequence: Sequence, task: PrefixTask) -> None:

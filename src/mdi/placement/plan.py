@@ -306,7 +306,8 @@ class PlanReport:
         speeds = {node.name: node.disk_read_bytes_s for node in profile.nodes}
         n = self.first_token.n_tokens
         n_bytes = {
-            node.name: sum(block.cache_bytes(n) for block in shape.blocks[node.start : node.stop]) for node in self.nodes
+            node.name: sum(block.cache_bytes(n) for block in shape.blocks[node.start : node.stop])
+            for node in self.nodes
         }
         is_known = all(speeds[name] for name, each in n_bytes.items() if each)
         read_s = sum(each / speeds[name] for name, each in n_bytes.items() if each) if is_known else None
@@ -626,7 +627,11 @@ def _kept_lines(first: FirstToken) -> list[str]:
         return []
     if first.read_s is None:
         return ["prefixes: nobody knows how fast the disks are: nodes measure it with the first prefix that they read"]
-    faster = "read, which is faster than computing" if first.read_s < first.seconds else "computed, which is faster than reading"
+    faster = (
+        "read, which is faster than computing"
+        if first.read_s < first.seconds
+        else "computed, which is faster than reading"
+    )
     return [
         f"prefixes: {size(first.kept_bytes)} of caches of such a prompt are read from the disks in {duration(first.read_s)}: "
         f"a kept one is {faster}"
