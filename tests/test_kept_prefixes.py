@@ -17,7 +17,8 @@ import pytest
 from litgpt.model import GPT
 
 from families import config_of, greedy, model_of, prompt, random_gpt
-from loopback import DEADLINE_S, InProcessRing, Text, ring_of
+from guessing import Bold, of_two_tokens
+from loopback import DEADLINE_S, InProcessRing, Text, ring_of, stages_of
 from mdi.engine import kept_prefixes
 from mdi.engine.cohort import Beams
 from mdi.engine.kept_prefixes import KeptFiles, Secrets
@@ -27,6 +28,7 @@ from mdi.engine.sequence import SamplingParams
 from mdi.kernels.stage_caches import CacheRun, Piece
 from mdi.model.caches import PAGE, CacheClass, PageClass
 from mdi.net.keys import KeyFile, new_secret, write_keys
+from mdi.stages.torch_stage import Stage
 
 GREEDY = SamplingParams(n_tokens=12, temperature=0)
 LLAMA, GEMMA, LATENT = "Llama-3.1-8B", "Gemma-3-1b-it", "deepseek-v3-shape"
@@ -319,6 +321,44 @@ def test_several_texts_and_beams_of_one_prompt_wait_for_what_is_read(tmp_path: P
             alone = [Text(one) for one in made.engine.submit_beams(ids, GREEDY, Beams(2), owner="a")]
             made.run()
         assert [text.ids for text in found] == [text.ids for text in alone]
+
+
+def test_guesses_and_drawn_texts_behind_what_is_read_are_those_of_a_text_that_is_computed_anew(tmp_path: Path) -> None:
+    folders = folders_of(tmp_path, 2)
+    with kept_text(LLAMA, 2, folders, n=70) as before:
+        ids = [*before, *prompt(3, 4)]
+        asked = [of_two_tokens(SamplingParams(n_tokens=60, temperature=0), 3, 4)]
+        asked += [SamplingParams(n_tokens=12, temperature=1.0, seed=seed) for seed in (1, 2, 3)]
+        found, n_reused = [], []
+        for where, guesser in ((folders, Bold()), (folders_of(tmp_path / "none", 2), None)):
+            with kept(where) as files, ring(LLAMA, 2, files) as made:
+                made.engine.speculation = guesser
+                texts = [Text(made.engine.submit(ids, params, owner="a")) for params in asked]
+                made.run()
+                found.append([text.ids for text in texts])
+                n_reused.append(made.engine.n_reused)
+                assert guesser is None or made.engine.guesses[1] > 0, "no guess was right"
+        assert found[0] == found[1] and len({tuple(one) for one in found[0]}) == 4
+        assert n_reused[0] == n_reused[1] + 64
+
+
+@pytest.mark.parametrize("family", [LLAMA, GEMMA])
+def test_a_hot_spare_keeps_what_its_node_keeps_and_takes_its_place(family: str, tmp_path: Path) -> None:
+    """Both get the frames of their blocks, tasks among them."""
+    gpt, ids, folders = model_of(family), prompt(110, 1), folders_of(tmp_path, 3)
+    cut = (gpt.config.n_layer // 2,)
+
+    def stages() -> list[Stage]:
+        return [*stages_of(gpt, cut), stages_of(gpt, cut)[1]]
+
+    with kept(folders) as files, ring(family, 3, files, stages=stages(), hot=(1,)) as made:
+        text = ask(made, ids)
+        made.keep()
+    before = [*ids, *text.ids]
+    names = [[path.name for path in all_files([folder])] for folder in folders]
+    assert text.ids == greedy(gpt, ids, 12) and names[1] == names[2] != names[0]
+    assert check_next_turn(family, 3, folders, before, stages=stages(), hot=(1,)) == 96
+    assert check_next_turn(family, 2, [folders[0], folders[2]], before, cuts=cut) == 96, "the node was lost"
 
 
 def test_what_another_turn_may_go_on_from_stays_in_memory_at_the_end_of_a_prompt(tmp_path: Path) -> None:
