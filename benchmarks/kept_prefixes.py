@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from random_checkpoint import DEEP, SHAPES, make_chunks
+from random_checkpoint import DEEP, SHAPES, make_checkpoint
 from records import add_json_flag, save
 from serve_client import HOST, SRC, answering
 
@@ -89,7 +89,7 @@ def prompt(number: int, n: int) -> list[int]:
 
 def restart(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ckpt, cache = folder / "model", folder / "cache"
-    make_chunks(ckpt, args.shape, args.format, 2)
+    make_checkpoint(ckpt, args.shape)
     flags = ["--nodes", "2", "--quantize", args.format]
 
     def ask(port: int, ids: list[int]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Kept prefixes on disks that fail and processes that are killed at any step: what is read is right, or nothing is.
 
-Of each position a node keeps numbers that follow from the keys of its text, so that a wrong one is seen wherever it comes from.
+See kept_numbers.
 """
 
 from __future__ import annotations
@@ -12,28 +12,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from loopback import DEADLINE_S
+from kept_numbers import HANG_S as DEADLINE_S
+from kept_numbers import LIMIT_BYTES, OWNER, Numbers, use
 from mdi import files as mdi_files
 from mdi.engine import kept_prefixes
 from mdi.engine.kept_prefixes import KeptFiles, Secrets
-from mdi.engine.memory import page_keys
-from mdi.engine.prefix_tasks import FETCH, FILL, FIND, KEEP, PrefixTask
-from mdi.errors import EngineError
-from mdi.kernels.stage_caches import CacheRun, Piece
-from mdi.model.caches import PAGE, CacheClass, PageClass
 from mdi.net.keys import KeyFile, new_secret, write_keys
 
-OWNER = f"{'0' * 16}-{'1' * 16}"
-LIMIT_BYTES = 150_000  # less than all texts take
-N_TEXTS, N_PAGES, RUN = 6, 5, 2
 CALLS = (
     (os, "replace"),
     (os, "fsync"),
@@ -43,52 +34,6 @@ CALLS = (
     (Path, "mkdir"),
     (Path, "unlink"),
 )
-
-
-class Numbers:
-    """Caches of blocks with and without a window, whose rows follow from the keys of their text."""
-
-    cache_type = "float32"
-
-    def __init__(self, blocks: Collection[int]) -> None:
-        self._blocks = blocks
-        self.texts: dict[int, list[bytes]] = {}
-
-    def classes_of_blocks(self) -> dict[int, CacheClass]:
-        return {i: PageClass(3 if i % 2 else None, 1024) for i in self._blocks}
-
-    def rows(self, seq_id: int, block: int, start: int, stop: int) -> np.ndarray:
-        keys = self.texts[seq_id]
-        seeds = [int.from_bytes(keys[i // PAGE][:3], "little") for i in range(start, stop)]
-        return np.array([[seed, block, i] for i, seed in enumerate(seeds, start)], np.float32)
-
-    def export(self, seq_id: int, start: int, stop: int, wanted: Collection[int] | None = None) -> CacheRun:
-        pieces = {}
-        for i in wanted or ():
-            first = max(start, stop - 3) if i % 2 else start
-            pieces[i] = Piece(first, (self.rows(seq_id, i, first, stop),))
-        return CacheRun(start, stop, self.cache_type, pieces)
-
-    def fill(self, seq_id: int, run: CacheRun) -> None:
-        for i in self._blocks:
-            piece = run.blocks[i]
-            right = self.rows(seq_id, i, piece.first, run.stop)
-            if i % 2 and piece.first != run.stop - 3:
-                raise EngineError("another end")
-            assert len(piece.arrays) == 1 and np.array_equal(piece.arrays[0], right), "wrong numbers"
-
-    def free(self, seq_id: int) -> None: ...
-
-
-def text(number: int) -> list[bytes]:
-    """Keys of a text; some have the beginning of another one."""
-    ids = [7 * (number // 2)] * (2 * PAGE) + [number] * ((N_PAGES - 2) * PAGE)
-    return page_keys("seed", ids)
-
-
-def task(kind: str, number: int, n: int, begin: int = 0, **of: Any) -> PrefixTask:
-    keys = b"".join(text(number)[: n if kind in (KEEP,) else N_PAGES]).hex()
-    return PrefixTask(kind, number, 0, OWNER, keys, RUN, PAGE * begin, PAGE * n, is_end=n == N_PAGES, **of)
 
 
 class Life:
@@ -135,35 +80,6 @@ def harm(rng: random.Random, folder: Path) -> None:
             path.rename(path.with_name(f"{path.name}.{(1 << 30) + 1}.part"))
 
 
-def use(rng: random.Random, nodes: list[KeptFiles], caches: list[Numbers]) -> int:
-    """What a ring of two nodes does with a text: keep some of it, or look for it and read it. Returns pages that were read."""
-    number = rng.randrange(N_TEXTS)
-    for one in caches:
-        one.texts[number] = text(number)
-
-    def ask(asked: PrefixTask) -> PrefixTask:
-        for files, one in zip(nodes, caches, strict=True):
-            asked = PrefixTask.of(files.answer(asked, one).frame(0, 0))
-        return asked
-
-    if rng.random() < 0.6:
-        for begin in range(0, N_PAGES, RUN):
-            ask(task(KEEP, number, min(begin + RUN, N_PAGES), begin))
-        assert all(files.flush(DEADLINE_S) for files in nodes), "it hangs"
-        return 0
-    asked = task(FIND, number, N_PAGES, ends=f"{(1 << N_PAGES) - 1:x}")
-    found = ask(asked)
-    if int(found.some, 16) > found.possible:
-        fetch = replace(found, kind=FETCH, stop=PAGE * int(found.some, 16).bit_length())
-        for _ in range(4):
-            fetch = ask(fetch)
-        found = ask(asked)
-    if not found.possible:
-        return 0
-    stop = found.possible.bit_length()
-    return stop * ask(replace(found, kind=FILL, start=0, stop=PAGE * stop)).is_done
-
-
 N_TRIALS = int(os.environ.get("TRIALS", "40"))
 
 
@@ -198,8 +114,8 @@ def test_no_step_at_which_a_disk_fails_or_a_process_ends_gives_wrong_numbers(
 WRITER = """
 import random, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_kept_prefix_faults import *
+from mdi.engine.kept_prefixes import KeptFiles, Secrets
+from kept_numbers import LIMIT_BYTES, Numbers, use
 folder, n = Path(sys.argv[1]), 0
 files, caches = KeptFiles(folder, LIMIT_BYTES, Secrets(folder, None), lambda: 1 << 40, 1e12), Numbers(range(4))
 print("ready", flush=True)
@@ -213,7 +129,7 @@ def test_what_processes_that_were_killed_leave_is_right_or_goes(tmp_path: Path) 
     places = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
     for _ in range(3):
         process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), str(Path(__file__).parent)], stdout=subprocess.PIPE,
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": places},
         )  # fmt: skip
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
