@@ -16,7 +16,7 @@ from mdi.errors import EngineError
 from mdi.model.caches import PAGE, PageClass
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.stages import torch_cache as cache_module
-from mdi.stages.torch_cache import DevicePages, Memory, TorchCaches
+from mdi.stages.torch_cache import BlockRows, DevicePages, Memory, TorchCaches
 
 HEADS = ModelConfig(
     n_layer=3, sliding_window_size=20, sliding_window_indices=(0, 1, 0), n_head=2, n_query_groups=2, head_size=5,
@@ -102,6 +102,18 @@ def test_caches_hold_what_they_are_told_to(dtype: torch.dtype) -> None:
     found = caches.blocks[0].gather(0, caches.select(0, ids), Memory(CPU))
     assert found.dtype == dtype and found.shape == (PAGE, 2, 5)
     assert caches.n_bytes == sum(c.page_bytes for c in caches.classes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_another_type_do_not_fill_them(dtype: torch.dtype) -> None:
+    caches = caches_of(HEADS, False, dtype)
+    positions = np.arange(5)
+    pages = caches.extend(7, 0, 5)[0].ids[positions // PAGE]
+    rows = BlockRows(caches, 0)
+    found = rows.read(0, pages, positions)
+    rows.write(0, pages, positions, found)
+    with pytest.raises(EngineError, match="float64"):
+        rows.write(0, pages, positions, tuple(one.astype(np.float64) for one in found))
 
 
 def test_memory_of_a_gpu_is_given_back_when_nobody_uses_it() -> None:

@@ -48,7 +48,7 @@ def parser_in(command: str) -> Parser:
 
 
 def options_in(parser: Parser) -> dict[str, Declared]:
-    return {option.flag: option for option in parser.declared.values()}
+    return {option.fact: option for option in parser.declared.values()}
 
 
 def pairs() -> list[Pair]:

@@ -128,8 +128,9 @@ def test_only_gguf_files(file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     folder = write_checkpoint(tmp_path / "tiny")
     assert launch("doctor", ["--model", str(folder)]) == 2
     assert "--export gguf" in capsys.readouterr().err
-    assert launch("doctor", ["--model", str(file), "--nodes-config", "nodes.json"]) == 2
-    assert "leave --nodes-config out" in capsys.readouterr().err
+    for other in ("--nodes-config", "--ckpt"):
+        assert launch("doctor", ["--model", str(file), other, "nodes.json"]) == 2
+        assert f"this machine alone: leave {other} out" in capsys.readouterr().err
 
 
 def test_what_rounding_explains() -> None:

@@ -214,10 +214,13 @@ def test_an_embedding_that_is_the_head_is_weighed_by_the_norm_before_it(tmp_path
     for i, gains in enumerate((1.0, 50.0)):
         source = with_rows_of_256(tmp_path / str(i), gains, is_tied=True)
         assert source.same_as(HEAD) == EMBEDDING
-        packing = Packing(form, form)
-        info = source.info("embedding")
-        kept = KeptPacked(BlockStore(tmp_path / "store")).part(source, info, packing, set(), Cancel())
-        assert is_equal(kept.weights("embedding"), PackedSource(source, packing).weights("embedding"))
+        packing = Packing(form, form).tied(source.tied_type)
+        kept = KeptPacked(BlockStore(tmp_path / "store"))
+        found = kept.part(source, source.info("head"), packing, set(), Cancel())
+        assert is_equal(found.weights("head"), PackedSource(source, packing).weights("head"))
+        assert kept.part(source, source.info("embedding"), packing, set(), Cancel()) is source, (
+            "it has no file of its own"
+        )
     assert len(BlockStore(tmp_path / "store").parts()) == 2
 
 

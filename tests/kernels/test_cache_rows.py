@@ -7,12 +7,13 @@ import pytest
 from kernel_models import tensors_of
 
 from families import random_gpt
+from mdi.errors import EngineError
 from mdi.kernels import library
 from mdi.kernels.blocks import Blocks, Context
 from mdi.kernels.cache_rows import piece_of
 from mdi.kernels.pages import CachePages, Pool
 from mdi.kernels.slices import Slice
-from mdi.kernels.stage_caches import CacheRun
+from mdi.kernels.stage_caches import CacheRun, Piece
 from mdi.model.caches import CACHE_TYPES, PAGE
 from mdi.model.plain import ModelConfig, spec_of
 from tiny_checkpoint import tiny_config
@@ -58,3 +59,16 @@ def test_they_are_those_of_the_kernels(cache_type: str) -> None:
         blocks.caches.fill(1, rows.part(start, start + n))
     assert blocks.caches.end(1) == N
     assert bytes_of(blocks.caches, 1) == bytes_of(blocks.caches, 0)
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_those_of_another_type_are_refused(cache_type: str) -> None:
+    blocks = blocks_with(cache_type)
+    keys, values = np.zeros((2, N, GROUPS, SIZE), np.float32)
+    piece = piece_of(keys, values, cache_type)
+    blocks.caches.extend(1, 0, 3)
+    blocks.caches.fill(1, CacheRun(0, N, cache_type, {0: piece}))
+    for i in range(len(piece.arrays)):
+        other = Piece(0, tuple(one.astype(np.float64) if i == j else one for j, one in enumerate(piece.arrays)))
+        with pytest.raises(EngineError, match="float64"):
+            blocks.caches.fill(1, CacheRun(0, N, cache_type, {0: other}))

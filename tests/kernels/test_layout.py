@@ -12,6 +12,7 @@ from forced import forced, instruction_sets
 from mdi.kernels import library
 from mdi.kernels.layout import (
     Halves,
+    PackedRows,
     aligned_bytes,
     bf16_from_float32,
     empty,
@@ -37,6 +38,17 @@ def test_packed_weights_have_their_size_and_lie_on_whole_lines(form: str, shape:
     matrix = pack(form, weight(shape))
     assert matrix.data.nbytes == matrix_bytes(form, *shape)
     assert matrix.data.ctypes.data % 64 == 0 and matrix.data.nbytes % 64 == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", LAYOUTS)
+def test_single_rows_are_those_of_the_whole(form: str, shape: tuple[int, int]) -> None:
+    matrix = pack(form, np.random.default_rng(2).standard_normal(shape, dtype=np.float32))
+    ids = np.random.default_rng(3).integers(0, shape[0], 70)
+    assert np.array_equal(PackedRows(matrix)[ids], unpack(matrix)[ids]) and PackedRows(matrix)[ids[:0]].shape == (
+        0,
+        shape[1],
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -4,7 +4,6 @@ memory."""
 from __future__ import annotations
 
 import hashlib
-import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +15,7 @@ from mdi.checkpoint.weights import DerivedSource, WeightSource
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.block_search import SEARCH_VERSION
 from mdi.kernels.format_maps import shown
-from mdi.kernels.layout import MOST, Matrix, bf16_from_float32, check_range, float32_from_bf16, largest_of
+from mdi.kernels.layout import MOST, bf16_from_float32, check_range, float32_from_bf16, largest_of
 from mdi.kernels.lazy_rows import Rows, changed
 from mdi.kernels.weight_formats import is_made
 
@@ -49,6 +48,10 @@ class CastSource(DerivedSource):
 
     def same_as(self, name: str) -> str:
         return self._source.same_as(name)
+
+    def predicting(self) -> WeightSource | None:
+        found = self._source.predicting()
+        return None if found is None else CastSource(found, self.dtype, self._clips)
 
     def _cast(self, name: str, stored: np.ndarray) -> np.ndarray:
         spec, code = self._source.specs[name], self.specs[name].dtype
@@ -122,16 +125,6 @@ class PackedSource(DerivedSource):
             stored = packing.stored(name, spec)
             self.specs.update(stored)
             self._owner.update(dict.fromkeys(stored, name))
-        forms = {name: packing.format_of(name, spec.shape) for name, spec in source.specs.items()}
-        others = ((name, source.same_as(name)) for name in source.specs)
-        self._shared = {of: name for name, of in others if name != of and forms[name] == forms[of] is not None}
-        self._in_use: weakref.WeakValueDictionary[str, Matrix] = weakref.WeakValueDictionary()
-
-    @property
-    def shared_bytes(self) -> int:
-        """Of tensors that have the memory of another one, where both are in the same process."""
-        names = (name for name in self._source.specs if self._source.same_as(name) in self._shared)
-        return sum(self.specs[name].n_bytes for name in names if self._source.same_as(name) != name)
 
     def __str__(self) -> str:
         return f"{self._source} in {shown(self.packing.blocks)}"
@@ -139,26 +132,15 @@ class PackedSource(DerivedSource):
     def array(self, name: str) -> np.ndarray:
         return with_zeros(self.begun(name), self.specs[name])
 
-    def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
-        if packing is not None and packing.of_part(part) != self.packing.of_part(part):
-            return super().weights(part, packing)
+    def _stored_weights(self, part: str) -> PartWeights:
         found: PartWeights = {}
         for name in dict.fromkeys(self._owner[key] for key in self.part_specs(part)):
             found |= self.tensor_weights(name)
         return found
 
     def tensor_weights(self, name: str) -> PartWeights:
-        """One tensor of the model, packed. Two that are the same have one memory, while one of them is in use."""
-        same = self._source.same_as(name)
-        if same not in self._shared:
-            return self._source.packed(name, self.packing)
-        weight = self._in_use.get(same)
-        if weight is None:
-            last = self._shared[same]  # which has a norm before it, by which errors may be weighed
-            found = self._source.packed(last, self.packing)[last]
-            assert isinstance(found, Matrix)
-            self._in_use[same] = weight = found
-        return {name: weight}
+        """One tensor of the model, packed."""
+        return self._source.packed(name, self.packing)
 
     def begun(self, name: str) -> np.ndarray:
         if name == EMBEDDING_SCALE and self._scale is not None:

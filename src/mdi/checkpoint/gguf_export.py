@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from mdi.model.tensors import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+
+logger = logging.getLogger("mdi")
 
 _TYPES = {"float32": "F32", "fp16": "F16", "bf16": "BF16", **{form: form.upper() for form in BLOCK_TYPES}}
 _STORED = {"F32": "float32", "F16": "fp16", "BF16": "bf16"}
@@ -72,11 +75,13 @@ def export_gguf(
 
     if path.exists():
         raise UsageError(f"{path} is there already: name a new file")
+    if source.source.predicting() is not None:
+        logger.warning("warning: the layers for multi-token prediction of %s are left out of GGUF files", source.model)
     config = source.config
     shapes = model_shapes(config, str(source))
     stated = directory / "config.json"
     model = written_in_gguf(config, shapes, stated_family(read_hf_config(stated)) if stated.is_file() else None)
-    held = _held(model.pieces, is_tied=source.source.same_as(HEAD) != HEAD)
+    held = _held(model.pieces, source)
     kinds = {name: _type_of(source, rows, shapes, name) for name, rows in held.items()}
     fields = {
         **model.fields,
@@ -98,15 +103,17 @@ def export_gguf(
         unfinished.unlink(missing_ok=True)
 
 
-def _held(pieces: dict[str, tuple[Piece, ...]], is_tied: bool) -> dict[str, list[_Rows]]:
+def _held(pieces: dict[str, tuple[Piece, ...]], source: PackedSource) -> dict[str, list[_Rows]]:
     """What each tensor of the file is made of."""
     found: dict[str, list[_Rows]] = {}
+    assert source.packing is not None
+    is_tied = source.source.same_as(HEAD) != HEAD
     for name, some in pieces.items():
         first = 0
         for piece in some if not (is_tied and name == HEAD) else ():
             if piece.is_interleaved or piece.is_transposed:
                 raise CheckpointError(f"{name} lies otherwise in GGUF files, which is not written")
-            rows = _Rows(name, first, piece)
+            rows = _Rows(HEAD if source.packing.leaves_out(name) else name, first, piece)
             found.setdefault(piece.tensor, []).append(rows)
             first += len(rows.places)
     return found

@@ -30,7 +30,6 @@ from mdi.files import replacing
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.block_search import SEARCH_VERSION
 from mdi.kernels.weight_formats import is_made
-from mdi.model.tensors import EMBEDDING, HEAD
 from mdi.units import size
 
 FILE = "packed.json"
@@ -63,12 +62,14 @@ class KeptPacked:
         """
         if not self.may_take(source, part.n_bytes):
             return source
+        packed = PackedSource(source, packing)
+        if not packed.part_specs(part.name):  # an embedding that is the head
+            return source
         key = key_of(source, part, packing)
         info = self._find(key, part.name)
         if info is not None:
             keep.add(info.sha256)
         if info is None or not self._store.has(info.sha256, cancel):
-            packed = PackedSource(source, packing)
             if not self._has_space(packed.n_bytes(part.name), keep):
                 return source
             try:
@@ -142,11 +143,6 @@ class MadeSource(PackedSource):
         self._kept, self._keep = KeptPacked(self._store, lambda: sum(map(self.n_bytes, self.part_names()))), set[str]()
         self._parts: dict[str, PartFile | None] = {}  # None: it is not kept
 
-    @property
-    def shared_bytes(self) -> int:
-        """Files share no memory."""
-        return 0
-
     def _part(self, name: str) -> PartFile | None:
         known = self._parts.get(name)
         if name not in self._parts or (known is not None and not known.path.is_file()):  # who cleans up may remove it
@@ -155,9 +151,9 @@ class MadeSource(PackedSource):
             self._parts[name] = found if isinstance(found, PartFile) else None
         return self._parts[name]
 
-    def weights(self, part: str, packing: Packing | None = None) -> PartWeights:
+    def _stored_weights(self, part: str) -> PartWeights:
         kept = self._part(part)
-        return super().weights(part, packing) if kept is None else kept.weights(part, packing)
+        return super()._stored_weights(part) if kept is None else kept.weights(part)
 
     def begun(self, name: str) -> np.ndarray:
         kept = self._part(part_of(name))
@@ -190,6 +186,4 @@ def key_of(source: WeightSource, part: Part, packing: Packing) -> str:
     made_of = [part.sha256, source.config_hash, part.name, form, *made_by]
     if is_made(packing.of_part(part.name)):
         made_of.append(SEARCH_VERSION)
-        if part.name == part_of(EMBEDDING) and source.same_as(HEAD) == EMBEDDING:
-            made_of.append(source.info(part_of(HEAD)).sha256)  # errors are weighed by the norm before the head
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()

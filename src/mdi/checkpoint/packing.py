@@ -1,8 +1,10 @@
 """The packed form of each tensor of a model, and how tensors are packed and unpacked.
 
 Weights of linear layers have the layout of the kernels (kernels.layout). Norms, biases and routers of experts are float32. The
-embedding keeps its type of the checkpoint, or has 8 bits and a scale per token. In a file each tensor is a list of bytes or
-numbers, padded with zeros so that the next one begins on a cache line, and that large ones fill pages.
+embedding keeps its type of the checkpoint, or has 8 bits and a scale per token; one that is the head as well is left out where
+the head has its numbers (`Packing.tied`), and the gain of the norm before is then not multiplied into it. In a file each
+tensor is a list of bytes or numbers, padded with zeros so that the next one begins on a cache line, and that large ones fill
+pages.
 
 Before weights are rounded to 8 or 4 bits, the gains of the norm before them are multiplied into them (`folded`). A norm
 multiplies each channel by its gain, and the linear layers behind it multiply that by a column of their weights: the gain may
@@ -16,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -37,9 +39,18 @@ from mdi.kernels.layout import (
     unpacked_rows,
 )
 from mdi.kernels.lazy_rows import LazyRows, Rows, changed
-from mdi.kernels.weight_formats import PACKED_ROWS, is_packed_form, packed_form_of, table_is_int8
+from mdi.kernels.weight_formats import (
+    PACKED_ROWS,
+    is_packed_form,
+    is_tied,
+    packed_form_of,
+    table_is_int8,
+    table_of,
+    tied_form,
+    untied_form,
+)
 from mdi.model.spec import Experts, ModelSpec
-from mdi.model.tensors import EMBEDDING, FINAL_NORM
+from mdi.model.tensors import EMBEDDING, FINAL_NORM, HEAD
 
 EMBEDDING_SCALE = EMBEDDING + "_scale"  # float32 (vocabulary)
 BIG_BYTES = 1 << 16  # from here on a tensor fills whole pages
@@ -67,6 +78,24 @@ class Packing:
     clips: bool = field(default=False, compare=False)
     means: Mapping[str, np.ndarray] | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the head's weight, which alone is packed."""
+        return is_tied(self.head)
+
+    def tied(self, dtype: str | None) -> Packing:
+        """Of a model whose embedding is its head: that is packed once, where both have the same format.
+
+        Args:
+            dtype: number type of such an embedding; None: it is another weight.
+        """
+        return self if dtype is None else replace(self, head=tied_form(self.head, dtype))
+
+    @property
+    def untied(self) -> Packing:
+        """The same numbers, with the embedding in its part: for nodes that do not have all of the head."""
+        return replace(self, head=untied_form(self.head))
+
     def of_part(self, part: str) -> str:
         return format_map(self.blocks if part.startswith("block.") else self.head).of_part(part)
 
@@ -79,11 +108,13 @@ class Packing:
         return packed_form_of(self.of_part(part_of(name)), name, shape)
 
     def stored(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
-        """The stored tensors of a tensor of the model, by their names in the file.
+        """The stored tensors of a tensor of the model, by their names in the file; none of what another one stands for.
 
         Args:
             spec: of the plain tensor.
         """
+        if self.leaves_out(name):
+            return {}
         if form := self.format_of(name, spec.shape):
             n_out, n_in = spec.shape
             return {name: _padded("U8", matrix_bytes(form, n_out, n_in))}
@@ -93,6 +124,10 @@ class Packing:
         if self._table_is_int8:
             return {name: _padded("I8", n_values), EMBEDDING_SCALE: _padded("F32", spec.shape[0])}
         return {name: _padded(spec.dtype if spec.dtype in _TABLE_TYPES else "F32", n_values)}
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether this is an embedding that is the head's weight."""
+        return name == EMBEDDING and self.is_tied
 
     @property
     def _table_is_int8(self) -> bool:
@@ -109,6 +144,8 @@ class Packing:
             CheckpointError: a number is not finite, or too large for the format. An embedding that stays as it is is not looked
                 at, because it is not read here.
         """
+        if self.leaves_out(name):
+            return {}
         values = _numbers(rows, spec)
         if form := self.format_of(name, spec.shape):
             return {name: pack(form, values, name, self.clips, importance)}
@@ -147,6 +184,8 @@ class Packing:
             CheckpointError: as `check`, which comes first.
         """
         keys = self.check(name, shape, specs, where)
+        if not keys:
+            return {}
         if form := self.format_of(name, shape):
             n_out, n_in = shape
             return {name: Matrix(form, n_out, n_in, array(name)[: matrix_bytes(form, n_out, n_in)])}
@@ -270,10 +309,13 @@ def folded(
 ) -> tuple[Rows, TensorSpec]:  # fmt: skip
     """A plain tensor in the form for packing.
 
+    A head stays as it is where the embedding is packed as matrices are: both may be the same weight.
+
     Args:
         rows: gives those of tensors of the same part; specs are theirs.
     """
-    if packing.of_part(part_of(name)) in FOLDED_FORMATS:
+    is_end = name in (HEAD, FINAL_NORM) and table_of(packing.head) is not None
+    if not is_end and packing.of_part(part_of(name)) in FOLDED_FORMATS:
         spec = TensorSpec("F32", specs[name].shape)
         if _is_folded(name, specs):
             return np.full(spec.shape, 1 - gain_offset(name, model), dtype=np.float32), spec

@@ -26,6 +26,7 @@ from mdi.kernels.lazy_rows import Rows
 from mdi.kernels.weight_formats import MADE, OWN_FORMAT, ROUNDED
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import ModelSpec
+from mdi.model.tensors import EMBEDDING, HEAD
 from mdi.spec.model_id import Formats, ModelId
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class WeightSource(ABC):
         form: names the form that parts have here, among those hashes.
         native: the packed format that weights have already, whose numbers `packed` keeps as they are; None if they have none.
         own_formats: a map of those that a file mixes (kernels.format_maps), which `packed` keeps; None if it is plain.
+        is_predicting: whether it has blocks that predict further tokens, and neither embedding nor head (`predicting`).
         folds_gains: whether gains of norms may go into the weights that read them (checkpoint.packing.folded).
     """
 
@@ -61,6 +63,7 @@ class WeightSource(ABC):
     native: str | None = None
     own_formats: str | None = None
     folds_gains: bool = True
+    is_predicting: bool = False
 
     @property
     def spec(self) -> ModelSpec:
@@ -99,6 +102,12 @@ class WeightSource(ABC):
     @abstractmethod
     def release(self) -> None:
         """Unmap the files; they are mapped again when needed."""
+
+    def predicting(self) -> WeightSource | None:
+        """The blocks that predict further tokens (`mdi.checkpoint.predicting`); None if there are none. Those that cannot be
+        read are left out with a warning.
+        """
+        return None
 
     def extent(self, name: str) -> tuple[Path, int, int] | None:
         """The file that has a tensor in the form of `array`, and its bytes [start, stop) there; None if there is none."""
@@ -147,18 +156,28 @@ class WeightSource(ABC):
         Raises:
             CheckpointError: the source does not have the part, or it does not fit the model's config.
         """
-        specs = self.part_specs(part)
         if self.packing is None:
             wanted = packing or own_packing(self.dtype)
-            return _joined(self.packed(name, wanted) for name in specs)
-        read, shapes = self.packing.read, self.shapes(part)
-        stored = _joined(read(name, shape, self.array, specs, str(self)) for name, shape in shapes.items())
+            return _joined(self.packed(name, wanted) for name in self.part_specs(part))
+        stored = self._stored_weights(part)
         if packing is None or packing.of_part(part) == self.packing.of_part(part):
+            return stored
+        if part == part_of(EMBEDDING) and self.packing.is_tied:
+            stored = {**stored, EMBEDDING: self._stored_weights(part_of(HEAD))[HEAD]}
+        if packing.of_part(part) == self.packing.untied.of_part(part):
             return stored
         return repacked(stored, packing, self.spec)
 
+    def _stored_weights(self, part: str) -> PartWeights:
+        """Of a packed source, a part in its own form."""
+        assert self.packing is not None
+        read, specs, shapes = self.packing.read, self.part_specs(part), self.shapes(part)
+        return _joined(read(name, shape, self.array, specs, str(self)) for name, shape in shapes.items())
+
     def packed(self, name: str, packing: Packing) -> PartWeights:
         """A tensor as it is in packed form, where the source has its tensors alone (`has_single_tensors`)."""
+        if packing.leaves_out(name):
+            return {}
         form = packing.format_of(name, self.specs[name].shape)
         carried = None if form is None else self.carried_over(name, form)
         if carried is not None:
@@ -180,6 +199,14 @@ class WeightSource(ABC):
     def same_as(self, name: str) -> str:
         """The name of the tensor that this one has its numbers from, as a head that is the embedding; else its own."""
         return name
+
+    @property
+    def tied_type(self) -> str | None:
+        """Number type of an embedding that is the head as well; None if they are two weights."""
+        if self.packing is not None:
+            return self.dtype if self.packing.is_tied else None
+        has_ends = HEAD in self.specs and EMBEDDING in self.specs
+        return self.specs[EMBEDDING].name if has_ends and self.same_as(HEAD) == EMBEDDING else None
 
     @property
     def has_single_tensors(self) -> bool:
@@ -204,7 +231,7 @@ class WeightSource(ABC):
 
         if self.packing is None:
             return {name: self.tensor(name) for name in self.part_specs(part)}
-        arrays = plain(self.weights(part))
+        arrays = plain(self.weights(part, self.packing.untied))
         return {name: as_tensor(array, TensorSpec("F32", array.shape)) for name, array in arrays.items()}
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -21,7 +21,6 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mdi.spec.combinations import COMPARED, facts_of, refuse
 from mdi.spec.options import ACCESS, COMMON, Options
 from mdi.spec.parser import Parser
 from mdi.terminal import show
@@ -60,7 +59,6 @@ def run(options: Options, cancel: Cancel) -> int:
 
 def _compare(options: Options, cancel: Cancel) -> int:
     """The model of --model on this machine, beside llama.cpp. Raises MdiError."""
-    refuse({**facts_of(options), COMPARED: COMPARED}, COMPARED)
     from mdi.checkpoint.folder import gguf_file
     from mdi.cli.session import run_options, with_model
     from mdi.errors import UsageError

@@ -19,6 +19,7 @@ examples:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -249,6 +250,19 @@ def _usual_format(options: Options) -> str | None:
     return formats_to_try(weights)[0]
 
 
+def _tied_type(ckpt: Path | None) -> str | None:
+    """Number type of an embedding that is the head as well, of weights that are here; else None."""
+    from mdi.checkpoint.source import open_source
+
+    if ckpt is None:
+        return None
+    try:
+        with contextlib.closing(open_source(ckpt)) as source:
+            return source.tied_type
+    except MdiError:  # settings alone
+        return None
+
+
 def _stored_dtype(ckpt: Path | None) -> str:
     """Number type of the stored weights; float32 if they are not here."""
     from mdi.checkpoint.folder import GGUF_NOTE, is_lit_dir, is_readable_hf
@@ -285,7 +299,8 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     if options.only:
         profile = _only(profile, options.only)
     config = _config(options, profile)
-    shape = model_shape(config, options.quantize or options.dtype or profile.format, options.kv_dtype)
+    tied_type = _tied_type(options.ckpt)
+    shape = model_shape(config, options.quantize or options.dtype or profile.format, options.kv_dtype, tied_type)
     profile = with_paths(profile, config, shape.config_hash, shape.format)
     if options.memory is not None:
         profile = replace(profile, nodes=tuple(replace(node, window_bytes=options.memory) for node in profile.nodes))
@@ -335,7 +350,7 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
         method=options.placement or DEFAULT_PLACEMENT,
         layers=layers,
         measured=_measured(profile, config, shape),
-        smaller=smaller_shapes(config, shape),
+        smaller=smaller_shapes(config, shape, tied_type),
         may_share=may_share,
         windows=NodeWindows(config, shape, profile, workload) if has_windows else None,
         prompt_tokens=n_prompt,

@@ -109,7 +109,7 @@ def run(options: Options, cancel: Cancel) -> int:
         warn_of_rounding(source.model, source.native, blocks)
         means = None if options.calibrate is None else _means(source, directory, options, cancel)
         packing = Packing(blocks or lossless.blocks, head or blocks or lossless.head, options.allow_clipping, means)
-        source = PackedSource(source, packing)
+        source = PackedSource(source, packing.tied(source.tied_type))
     try:
         n_bytes = sum(spec.n_bytes for spec in source.specs.values())
         n_layer = source.spec.n_layer

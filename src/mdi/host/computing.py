@@ -85,14 +85,15 @@ class Computing(Requested):
 
 
 def choose_computing(
-    config: ModelConfig | None, asked: Requested, stored: str, stored_format: str | None = None
-) -> Computing:
+    config: ModelConfig | None, asked: Requested, stored: str, stored_format: str | None = None, tied_type: str | None = None
+) -> Computing:  # fmt: skip
     """Decide what a node computes with, from the request.
 
     Args:
         config: of the model; None for one that the kernels do not have.
         asked: its device is one that `choose_device` gave.
         stored, stored_format: type of the checkpoint's weights, and the format that they are packed in, if they are.
+        tied_type: that of an embedding that is the head as well; None on a node that does not have both.
 
     Raises:
         UsageError: the device cannot do that, or nothing computes such a model.
@@ -110,7 +111,9 @@ def choose_computing(
             raise UsageError(
                 f"torch does not compute {e}, and the kernels do not compute {why}", code=Code.KERNELS
             ) from None
-    packing = None if why is not None else choose_packing(stored, quantize or stored_format, head, asked.allow_clipping)
+    packing = None
+    if why is None:
+        packing = choose_packing(stored, quantize or stored_format, head, asked.allow_clipping).tied(tied_type)
     dtype = choose_dtype(asked.dtype, stored, device, quantize is not None or packing is not None)
     decided = replace(Requested.of(asked), device=device, dtype=dtype, quantize=quantize, quantize_head=head)
     return Computing(**vars(decided), packing=packing, why_torch=why)

@@ -474,7 +474,7 @@ class Linear:
         check_matrix(matrix)
         self._context = context
         self._kept: list[Any] = []
-        self._n_in, self.n_out = matrix.n_in, matrix.n_out
+        self._n_in, self.n_out = matrix.n_in - matrix.skip, matrix.n_out
         self._norm = MdiNorm() if norm is None else norm_of(*norm, matrix.n_in, self._kept)
         self._matrix = MdiMatrix.of(matrix, bias, self._kept)
         self.arguments = ctypes.byref(self._norm), ctypes.byref(self._matrix), c_float(softcap or 0.0)

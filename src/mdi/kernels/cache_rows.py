@@ -8,6 +8,7 @@ behind the other (32, numbers); their scales are those of the first numbers, whi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,7 @@ class KernelLayout:
         """See `pages.Layout`. Values are padded with zeros, as the kernels do it."""
         at, kind, views = self._at(number, pages, positions), self._kind, [*self._rows, *self._scales]
         rows = [(len(pages), kind.n_groups, size) for size in (kind.k_size, kind.v_size) if size]
-        check_arrays(arrays, [*rows, *(rows[0][:2] for _ in self._scales)])
+        check_arrays(arrays, [*rows, *(rows[0][:2] for _ in self._scales)], [view.dtype for view in views])
         for view, array in zip(views, arrays, strict=True):
             wide = view.shape[3] - array.shape[2] if array.ndim == 3 else 0
             view[at] = np.pad(array, ((0, 0), (0, 0), (0, wide))) if wide else array
@@ -72,10 +73,13 @@ class KernelLayout:
         return pages[:, None], number * groups + np.arange(groups), positions[:, None]
 
 
-def check_arrays(arrays: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raises EngineError for rows of another model."""
-    if [one.shape for one in arrays] != [*shapes]:
-        raise EngineError(f"rows of caches of {[one.shape for one in arrays]}, where {[*shapes]} are needed")
+def check_arrays(
+    arrays: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]
+) -> None:
+    """Raises EngineError for rows of another model, or of another type: numpy would convert these without a word."""
+    given, wanted = [(one.shape, str(one.dtype)) for one in arrays], [*zip(shapes, map(str, dtypes), strict=True)]
+    if given != wanted:
+        raise EngineError(f"rows of caches of {given}, where {wanted} are needed")
 
 
 def encoded(rows: np.ndarray, cache_type: str) -> tuple[np.ndarray, np.ndarray | None]:

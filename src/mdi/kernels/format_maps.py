@@ -6,7 +6,8 @@ A word is the format of every matrix: `int8`. A map has exceptions behind it, by
 
 A matrix is in one format, or in ranges of rows with a format each, whole panels: 2048 rows in int4, all others in int8. Layers
 have the names of `mdi.model.tensors` without block and ending; an expert has no number there, but a single one may have an
-exception with its number. The text says the same in files, messages and hashes: equal maps have equal texts.
+exception with its number. `transformer.wte=tied` says that the embedding is the head's weight. The text says the same in
+files, messages and hashes: equal maps have equal texts.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _BLOCKS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 _MOST_PLACES = 100_000
 
 TABLE = "transformer.wte"  # the embedding, which is packed only where a map names it
+TIED = "tied"  # in place of its format: it is the head's weight, which alone is held
 _ENDS = {TABLE: "embedding", "lm_head": "head"}  # the parts of layers that are in no block
 
 Place = tuple[str, int | None]  # a layer, and a block or all
@@ -80,7 +82,8 @@ class FormatMap:
     @property
     def words(self) -> set[str]:
         """All formats that a matrix, or rows of one, may have."""
-        return {piece.word for form in (self.rest, *self.of.values()) for piece in matrix_pieces(form)}
+        forms = {self.rest, *self.of.values()} - {TIED}
+        return {piece.word for form in forms for piece in matrix_pieces(form)}
 
     def of_part(self, part: str) -> str:
         """The map of one part of a model alone ("embedding", "block.7", "head"), which names no block."""
@@ -88,7 +91,11 @@ class FormatMap:
         block = int(number) if is_block else None
         own = {layer: form for (layer, at), form in self.of.items() if at is None}
         own |= {layer: form for (layer, at), form in self.of.items() if at == block}
-        own = {layer: form for layer, form in own.items() if _ENDS.get(layer, "block") == kind}
+        own = {
+            layer: form
+            for layer, form in own.items()
+            if _ENDS.get(layer, "block") == kind or (form == TIED and kind == "head")
+        }
         kept = {
             layer: form
             for layer, form in own.items()
@@ -180,15 +187,23 @@ def format_map(form: str) -> FormatMap:
         layer, at, blocks = where.partition("@")
         if not (_LAYER.fullmatch(layer) and _are_pieces(own) and bool(at) == bool(_BLOCKS.fullmatch(blocks))):
             raise UsageError(f"formats {form[:200]!r}: {entry[:80]!r} is no layer with its format")
+        if TIED in own and (where, own) != (TABLE, TIED):
+            raise UsageError(f"formats {form[:200]!r}: {layer} cannot be the head's weight, as an embedding can")
         of |= {(layer, block): own for block in (_numbers(blocks) if at else (None,))}
         if len(of) > _MOST_PLACES:
             raise UsageError(f"formats of more than {_MOST_PLACES} layers")
-    if not _WORD.fullmatch(rest):
+    if not _WORD.fullmatch(rest) or rest == TIED:
         raise UsageError(f"formats {form[:200]!r}: {rest[:80]!r} is no format")
     found = FormatMap(rest, of)
     if str(found) != form:
         raise UsageError(f"formats {form[:200]!r}: the same is written {str(found)[:200]!r}")
     return found
+
+
+def with_table(form: str, table: str) -> str:
+    """The same formats, but for that of the embedding."""
+    found = format_map(form)
+    return _text(found.rest, {**found.of, (TABLE, None): table})
 
 
 def shown(form: str) -> str:

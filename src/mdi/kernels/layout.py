@@ -47,7 +47,7 @@ from mdi.kernels.block_search import quantize_rows
 from mdi.kernels.format_maps import is_word, matrix_pieces, rows_form, runs_of_rows
 from mdi.kernels.lazy_rows import LazyRows, Rows, part_of_rows, stacked
 from mdi.kernels.memory_nodes import spread
-from mdi.kernels.weight_formats import BLOCK_TYPES, LAYOUTS, MADE, PACKED_ROWS, PANEL, Layout, layout_of
+from mdi.kernels.weight_formats import BLOCK_TYPES, HALVES, LAYOUTS, MADE, PACKED_ROWS, PANEL, Layout, layout_of
 
 _HALF, _BF16, _FLOAT = 65504.0, 3.3895313892515355e38, 3.4028234663852886e38  # the largest finite numbers
 
@@ -316,7 +316,7 @@ def unpacked_rows(matrix: Matrix) -> LazyRows:
 class PackedRows:
     """Rows of a packed weight by their numbers, as of an embedding."""
 
-    _AT_A_TIME = 64  # panels that are unpacked
+    _AT_A_TIME = 64  # rows that are unpacked
 
     def __init__(self, matrix: Matrix) -> None:
         self._pieces, self.shape = matrix.pieces, (matrix.n_out, matrix.n_in)
@@ -329,15 +329,10 @@ class PackedRows:
         found, first = np.empty((len(ids), self.shape[1]), dtype=np.float32), 0
         for piece in self._pieces:
             own = np.flatnonzero((first <= ids) & (ids < first + piece.n_out))
-            panels = piece.data.reshape(padded(piece.n_out, PANEL) // PANEL, -1)
+            numbers = _block_numbers if piece.format in BLOCK_TYPES else _row_numbers
             for at in range(0, len(own), self._AT_A_TIME):
                 places = own[at : at + self._AT_A_TIME]
-                rows = ids[places] - first
-                if piece.format in BLOCK_TYPES:
-                    found[places] = _block_numbers(piece, rows)
-                    continue
-                some = Matrix(piece.format, PANEL * len(rows), piece.n_in, panels[rows // PANEL].reshape(-1))
-                found[places] = unpack(some)[np.arange(len(rows)) * PANEL + rows % PANEL]
+                found[places] = numbers(piece, ids[places] - first)
             first += piece.n_out
         return found
 
@@ -380,6 +375,27 @@ def _block_numbers(matrix: Matrix, rows: np.ndarray) -> Floats:
     """Some rows of a weight in a block type, by their numbers (n) -> float32 (n, n_in)."""
     found = chosen_rows(matrix.format, _panels_of(matrix), _n_blocks(matrix), rows)
     return numbers_of(matrix.format, found)[:, : matrix.n_in]
+
+
+def _row_numbers(matrix: Matrix, rows: np.ndarray) -> Floats:
+    """The same of a format that weights are packed in. Only these rows are read, for a prompt has many."""
+    panel, place, panels = rows // PANEL, rows % PANEL, _panels_of(matrix)
+    if matrix.format in HALVES:
+        some = Matrix(matrix.format, PANEL * len(rows), matrix.n_in, panels[panel].reshape(-1))
+        return unpack(some)[np.arange(len(rows)) * PANEL + place]
+    if matrix.format in _NUMBERS:
+        bits, per_line = _NUMBERS[matrix.format]
+        own = panels.view(bits).reshape(len(panels), -1, PANEL, per_line)[panel, :, place]
+        numbers = own.reshape(len(rows), -1)[:, : matrix.n_in]
+        return floats(
+            numbers
+            if matrix.format == "bf16"
+            else numbers.view(np.float32 if matrix.format == "float32" else np.float16)
+        )
+    words = panels.view(np.uint32).reshape(len(panels), -1, 33, PANEL)[panel, :, 1:, place]
+    scales = panels.view(np.float16).reshape(len(panels), -1, 33, 2, PANEL)[panel, :, 0, :, place]
+    codes = np.ascontiguousarray(words).view(np.uint8).reshape(len(rows), -1) ^ np.uint8(128)
+    return _times_scales(codes.view(np.int8), scales.reshape(len(rows), -1), 64)[:, : matrix.n_in]
 
 
 def _panels_of(matrix: Matrix) -> Bytes:
@@ -739,7 +755,11 @@ def _cut_pieces(matrix: Matrix, rows: Sequence[Range], columns: Range) -> Matrix
 
 
 def skipped(form: str, first: int, last: int) -> int:
-    """How many inputs of zeros precede input `first` of a weight that is cut there."""
+    """How many inputs of zeros precede input `first` of a weight that is cut there.
+
+    So the groups of 64 activations that are rounded together begin where those of the whole do, but in int4 and mxfp4: there
+    they begin with the first input of the share.
+    """
     group = max(layout_of(piece.word).group for piece in matrix_pieces(form))
     return first % group if group and last > first else 0
 

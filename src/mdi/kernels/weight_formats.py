@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mdi.errors import UsageError
-from mdi.kernels.format_maps import PANEL, TABLE, FormatMap, format_map, matrix_pieces
-from mdi.model.tensors import EMBEDDING
+from mdi.kernels.format_maps import PANEL, TABLE, TIED, FormatMap, format_map, matrix_pieces, with_table
+from mdi.model.tensors import EMBEDDING, HEAD
 
 AUTO = "auto"  # the largest format that fits
 OWN = "own"  # a file of mixed formats as it is
@@ -139,6 +139,8 @@ class WeightFormat:
 
     def tensor_bytes(self, name: str, shape: Sequence[int]) -> float:
         """The bytes of a tensor. An embedding is never in 4 bits, because one row of it is read per token."""
+        if name == EMBEDDING and is_tied(self.name):
+            return 0.0
         if (form := packed_form_of(self.name, name, shape)) is not None:
             return sum(_bits_of(piece.word) * piece.n for piece in matrix_pieces(form, shape[0])) * shape[1] / 8
         bits = 8.0 * self.value_bytes
@@ -237,16 +239,49 @@ def format_within(form: str, name: str) -> str:
 def packed_form_of(form: str, name: str, shape: Sequence[int]) -> str | None:
     """The format of a tensor in a part that is in a format; None for what is in plain numbers there.
 
-    An embedding is packed where a map names it.
+    An embedding is packed where a map names it, unless it `is_tied`: then the part does not have it.
     """
     if name == EMBEDDING:
-        return format_map(form).of.get((TABLE, None))
+        return table_of(form)
     return format_within(form, name) if is_packable(name, shape) else None
 
 
 def table_is_int8(form: str) -> bool:
     """Whether an embedding that no map names has 8 bits. One row of it is read per token: 4 would only cost precision."""
     return format_map(form).rest in ROUNDED
+
+
+def is_tied(form: str) -> bool:
+    """Whether the embedding has the head's weight."""
+    return table_of(form) == TIED
+
+
+def table_of(form: str) -> str | None:
+    """What a map says of the embedding; None if it does not name it."""
+    return format_map(form).of.get((TABLE, None))
+
+
+def tied_form(form: str, dtype: str) -> str:
+    """The formats of a model whose embedding is its head as well: that is held once, if both would have the same numbers.
+
+    The gain of the final norm is not folded into such a head (checkpoint.packing.folded).
+
+    Args:
+        dtype: number type of the embedding in the checkpoint.
+    """
+    head, table = format_within(form, HEAD), table_of(form)
+    if table is None:
+        stays = OWN_FORMAT.get(dtype, "float32")
+        same = ("int8",) if table_is_int8(form) else (stays, "float32")
+    else:
+        same = (table,)
+    tied = with_table(form, TIED)
+    return tied if head in same and format_within(tied, HEAD) == head else form
+
+
+def untied_form(form: str) -> str:
+    """The same formats where the embedding is held beside the head, with the same numbers."""
+    return with_table(form, format_within(form, HEAD)) if is_tied(form) else form
 
 
 def is_packable(name: str, shape: Sequence[int]) -> bool:

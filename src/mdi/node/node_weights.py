@@ -250,7 +250,7 @@ def _own_shards(spec: StageSpec, source: WeightSource) -> WeightSource | None:
     assert spec.group is not None
     packing, share = spec.group.packing, spec.group.share(spec.model.config)
     if source.packing is not None:
-        return ShardSource(source, share, packing) if source.packing == packing else None
+        return ShardSource(source, share, packing) if source.packing.untied == packing else None
     is_quick = packing.blocks not in ROUNDED
     return ShardSource(source, share, replace(packing, clips=spec.computing.allow_clipping)) if is_quick else None
 

@@ -18,10 +18,11 @@ from mdi.checkpoint.shapes import Shape, model_shapes, widest
 from mdi.errors import UsageError
 from mdi.host.device import why_not_kernels
 from mdi.kernels.positions import table_bytes
-from mdi.kernels.weight_formats import WeightFormat, weight_format
+from mdi.kernels.weight_formats import WeightFormat, is_packed_form, tied_form, weight_format
 from mdi.model.caches import PAGE, CacheClass, kind_of
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.spec import Attention, BlockSpec, DeltaNet, Experts, LatentAttention, Mixer, Mlp
+from mdi.model.tensors import EMBEDDING
 from mdi.placement.profile import ClusterProfile, NodeProfile
 from mdi.spec.cluster import DTYPES
 from mdi.stages.window_budget import absorbed_bytes
@@ -109,6 +110,7 @@ class ModelShape:
         cuts: where it may be cut (ModelSpec.allowed_cuts); None is everywhere.
         cut_bytes: one position's activations on the wire at each cut (ModelSpec.row_at); None: `row_bytes` everywhere.
         skipped_from: the block from which on only rows that give logits are computed; None: all compute all rows.
+        is_tied: whether the embedding is the head's weight, which alone is held.
         copied: at each cut, the blocks in front of it whose caches blocks behind it read (ModelSpec.caches_before); None: none.
     """
 
@@ -132,6 +134,7 @@ class ModelShape:
     cut_bytes: tuple[int, ...] | None = None
     skipped_from: int | None = None
     copied: tuple[tuple[int, ...], ...] | None = None
+    is_tied: bool = False
 
     def caches_before(self, cut: int) -> tuple[int, ...]:
         return () if self.copied is None else self.copied[cut]
@@ -216,13 +219,16 @@ _Shapes = Mapping[str, Shape]
 _EXPERT = ".experts."
 
 
-def model_shape(config: ModelConfig, format: str, kv_dtype: str = "auto") -> ModelShape:
+def model_shape(
+    config: ModelConfig, format: str, kv_dtype: str = "auto", tied_type: str | None = None
+) -> ModelShape:  # fmt: skip
     """A model's shape.
 
     Args:
         config: of the model.
         format: a name in `mdi.kernels.weight_formats`; the head is in it as well.
         kv_dtype: number type of caches; "auto" is the computing type.
+        tied_type: that of an embedding that is the head as well, where the kernels compute; None: they are two weights.
 
     Raises:
         CheckpointError: litgpt cannot build such a model.
@@ -230,11 +236,12 @@ def model_shape(config: ModelConfig, format: str, kv_dtype: str = "auto") -> Mod
     """
     format = meant(format, config)
     weight_format(format)
-    return cached_shape(config, format, kv_dtype)
+    is_tied = tied_type is not None and is_packed_form(format) and tied_form(format, tied_type) != format
+    return cached_shape(config, format, kv_dtype, is_tied)
 
 
 @functools.lru_cache(maxsize=16)
-def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
+def cached_shape(config: ModelConfig, format: str, kv_dtype: str, is_tied: bool = False) -> ModelShape:
     form = weight_format(format)
     kv_dtype = _AS_COMPUTED[form.value_bytes] if kv_dtype == "auto" else kv_dtype
     tensors, spec = model_shapes(config, config.name or "this model"), spec_of(config)
@@ -253,7 +260,9 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         context_length=spec.max_length,
         row_bytes=spec.width * form.value_bytes,
         blocks=tuple(_block(one, of_block[f"block.{i}"], form, kv_dtype, whole) for i, one in enumerate(spec.blocks)),
-        embedding_bytes=_bytes({n: s for n, s in tensors.items() if part_of(n) == "embedding"}, form),
+        embedding_bytes=_bytes(
+            {n: s for n, s in tensors.items() if part_of(n) == "embedding" and not (is_tied and n == EMBEDDING)}, form
+        ),
         head_bytes=head,
         head_load_bytes=form.load_bytes(widest([tensors["lm_head.weight"]])),
         head_macs=math.prod(tensors["lm_head.weight"]),
@@ -267,6 +276,7 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str) -> ModelShape:
         cut_bytes=tuple(n * form.value_bytes for n in widths) if max(widths) > spec.width else None,
         skipped_from=spec.skipped_from if spec.skipped_from < spec.n_layer else None,
         copied=copied if any(copied) else None,
+        is_tied=is_tied,
     )
 
 

@@ -108,32 +108,35 @@ def measure_live(
         return profile_cluster(cluster, model, computing, asked, cache_dir, wait_s, cancel, fresh)
 
 
-def choose(profile: ClusterProfile, model: ModelId, method: str, workload: Workload, kv_dtype: str) -> PlanReport:
+def choose(
+    profile: ClusterProfile, model: ModelId, method: str, workload: Workload, kv_dtype: str, tied_type: str | None = None
+) -> PlanReport:  # fmt: skip
     """The plan of a run in a few lines.
 
     Args:
         kv_dtype: what caches hold.
+        tied_type: see `model_shape`.
 
     Raises:
         PlacementError: the model does not fit.
     """
-    shape = model_shape(model.config, profile.format, kv_dtype)
+    shape = model_shape(model.config, profile.format, kv_dtype, tied_type)
     report = plan(
         profile,
         shape,
         workload,
         method=method,
         measured=shape,
-        smaller=smaller_shapes(model.config, shape),
+        smaller=smaller_shapes(model.config, shape, tied_type),
     )
     for line in plan_lines(report):
         logger.info("%s", line)
     return report
 
 
-def smaller_shapes(config: ModelConfig, shape: ModelShape) -> list[ModelShape]:
+def smaller_shapes(config: ModelConfig, shape: ModelShape, tied_type: str | None = None) -> list[ModelShape]:
     """The model in the formats that take less and that this version has, for advice."""
-    others = (model_shape(config, name, shape.kv_dtype) for name in SMALLER if name != shape.format)
+    others = (model_shape(config, name, shape.kv_dtype, tied_type) for name in SMALLER if name != shape.format)
     return [other for other in others if other.weight_bytes < shape.weight_bytes]
 
 

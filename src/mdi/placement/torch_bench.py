@@ -36,7 +36,7 @@ class TorchBench(Bench):
         form = self._subject.computing.quantize if part.startswith("block.") else self._subject.computing.quantize_head
         shapes = {name: shape for name, shape in self._shapes.items() if part_of(name) == part}
         if form is not None:
-            return dict(random_weights(shapes, Packing(form, form)))
+            return dict(random_weights(shapes, Packing(form, form).untied))
         return {name: self._random(shape) for name, shape in shapes.items()}
 
     def _random(self, shape: tuple[int, ...]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from mdi.cancel import Cancel
 from mdi.checkpoint.adapters import Adapter, adapter_names
 from mdi.checkpoint.chunks import find_chunk
 from mdi.checkpoint.mixtures import meant
+from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import packed_bytes
 from mdi.checkpoint.weights import own_packing, warn_of_rounding
@@ -314,7 +315,7 @@ class Choice:
             self.options = options = replace(options, n_frames=len(division.stages))
         assert self.computing.packing is not None
         ring_port = self._ports.with_ports(self.cluster).starter.port_in
-        self.sharing = SharingOut(weights.config, ring_port, options.parallel, self.computing.packing, division)
+        self.sharing = SharingOut(weights.config, ring_port, options.parallel, self.computing.packing.untied, division)
         weights.take_blocks(node_blocks(division.stages, division.counts))
         self._keep_nodes([name for stage in division.stages for name in stage.members])
 
@@ -424,7 +425,11 @@ def planned_ring(
 ) -> PlanReport:  # fmt: skip
     """The ring of nodes, or of groups. PlacementError if the model does not fit."""
     method = options.placement or DEFAULT_PLACEMENT
-    return choose(profile, weights.model, method, workload, computing.cache_type(options.kv_dtype))
+    has_groups = any(
+        node.group for node in profile.nodes
+    )  # whose starter has the embedding beside its share of the head
+    tied_type = None if has_groups else table_type(weights, computing)
+    return choose(profile, weights.model, method, workload, computing.cache_type(options.kv_dtype), tied_type)
 
 
 def faster_way(
@@ -578,10 +583,16 @@ def starter_computing(family: ModelFamily, weights: StarterWeights, asked: Reque
     """Choose how the starter computes. Raises UsageError if the device does not support the user's choice."""
     formats = Requested(quantize=weights.quantize, quantize_head=weights.quantize_head)
     config = family.kernel_config(weights.config)
-    computing = choose_computing(config, asked.over(formats), weights.model.dtype, weights.model.format)
+    model = weights.model
+    computing = choose_computing(config, asked.over(formats), model.dtype, model.format, weights.tied_type)
     if computing.packing is None:
         load_torch(computing.why_torch or "this model")
     return computing
+
+
+def table_type(weights: StarterWeights, computing: Computing) -> str | None:
+    """See `model_shape`: number type of an embedding that is held as the head alone."""
+    return weights.tied_type if computing.packing is not None and computing.packing.is_tied else None
 
 
 def with_format(options: StarterOptions, form: str | None) -> StarterOptions:
@@ -619,11 +630,11 @@ def told_choice(weights: StarterWeights, form: str) -> str:
     Args:
         form: of the blocks in memory.
     """
-    n_bytes = model_shape(weights.config, form).weight_bytes - weights.shared_bytes
+    n_bytes = model_shape(weights.config, form, tied_type=weights.tied_type).weight_bytes
     exact = "float32" if weights.own_formats else OWN_FORMAT.get(weights.model.dtype, "float32")
     others = "" if form == exact else f" (--quantize {exact}: with its exact numbers)"
-    own = packed_bytes(weights.config, weights.model.name, stage_parts(0, weights.blocks[0][1], starter=True), form)
-    own, there = own - weights.shared_bytes, memory_bytes()
+    parts, held = stage_parts(0, weights.blocks[0][1], starter=True), Packing(form, form).tied(weights.tied_type).head
+    own, there = packed_bytes(weights.config, weights.model.name, parts, held), memory_bytes()
     share = f", {size(own)} of them in this node's {size(there)} of memory" if own > there / 2 else ""
     return f"{weights.model.name}: weights in {shown(form)}, {size(n_bytes)}{share}{others}"
 
@@ -644,7 +655,8 @@ def fits_here(weights: StarterWeights, form: str | None, device: str) -> bool:
     parts = stage_parts(0, weights.blocks[0][1], starter=True)
     held = form or weights.model.format or own_packing(weights.model.dtype).blocks
     if held != weights.model.format:
-        return packed_bytes(weights.config, weights.model.name, parts, held) <= device_free_bytes(device)
+        tied = Packing(held, held).tied(weights.tied_type if device == "cpu" else None)
+        return packed_bytes(weights.config, weights.model.name, parts, tied.head) <= device_free_bytes(device)
     of_parts = [weights.part_bytes(part) for part in parts]
     return held_bytes(of_parts, weights.model.dtype, held, weights.model.format) <= device_free_bytes(device)
 
@@ -669,6 +681,6 @@ def draft_bytes(model: Choice) -> int:
         return 0
     weights = model.family.open_weights(Path(folder), None, 1, None, None, False)
     try:
-        return model_shape(weights.config, model.format).weight_bytes
+        return model_shape(weights.config, model.format, tied_type=weights.tied_type).weight_bytes
     finally:
         weights.close()

@@ -39,7 +39,7 @@ from mdi.metrics import NodeMetrics, RunMetrics
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.planning import profile_request
 from mdi.placement.profile import NodeProfile
-from mdi.run.choice import Choice, check_hot_spares
+from mdi.run.choice import Choice, check_hot_spares, table_type
 from mdi.run.cut import MovingCut
 from mdi.run.drafting import draft_memory, open_draft
 from mdi.run.form import Basis, Former, Ring
@@ -273,7 +273,7 @@ class Run(StatusOnly):
                 replay_bytes=options.replay_bytes,
                 draft_bytes=model.draft_bytes,
             )
-            shape = model_shape(weights.config, computing.format, model.cache_type)
+            shape = model_shape(weights.config, computing.format, model.cache_type, table_type(weights, computing))
             part_bytes = fmean(weights.part_bytes(f"block.{i}") for i in range(weights.n_layer))
             moving = MovingCut(shape, model.profile, work, part_bytes, lambda: work.sequence_length)
         placed = [Stage(node.name, *span) for node, span in zip(cluster.nodes, weights.blocks, strict=True)]

@@ -33,6 +33,7 @@ from mdi.host.doctor import reach_nodes, starter_finding
 from mdi.placement.model import ModelShape, Workload, model_shape
 from mdi.placement.plan import format_plan, plan
 from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile
+from mdi.run.choice import table_type
 from mdi.serve.host import ModelHost
 from mdi.serve.machines import Machines
 from mdi.serve.process import Lines
@@ -116,7 +117,8 @@ def plan_now(node: Run | None, ring: dict[str, Any]) -> dict[str, Any]:
             "error": "Nodes of this ring compute blocks together: only where each has blocks of its own is another cut planned."
         }
     running = max(1, ring["texts"]["running"])
-    shape = model_shape(node.model.weights.config, node.model.format, node.model.cache_type)
+    tied_type = table_type(node.model.weights, node.model.computing)
+    shape = model_shape(node.model.weights.config, node.model.format, node.model.cache_type, tied_type)
     profile = profile_now(node, ring, shape)
     work = Workload(running, node.max_length, replay_bytes=node.replay_bytes)
     try:

@@ -178,7 +178,7 @@ def facts_of(options: Any, of: Iterable[Declared] | None = None) -> dict[str, st
     for one in declared(cls).values() if of is None else of:
         value = values.get(one.name, one.default)
         if value != one.default:
-            found |= {fact: fact for fact in (one.flag, f"{one.flag} {value}")}
+            found |= {fact: fact for fact in (one.fact, f"{one.fact} {value}")}
     return found
 
 

@@ -16,7 +16,7 @@ from mdi.kernels.weight_formats import AUTO, MIXTURES, OWN, check_made
 from mdi.model.caches import CACHE_TYPES, cache_type_named
 from mdi.net.wire import REDUCE_DTYPES, SILENCE_S, WIRE_DTYPES
 from mdi.spec.cluster import check_device, check_dtype, parse_bytes, parse_cores
-from mdi.spec.combinations import facts_of, refuse
+from mdi.spec.combinations import COMPARED, facts_of, refuse
 from mdi.spec.decode import FormatText, Meta, Text, one_of
 from mdi.spec.limits import REPLAY_BYTES
 from mdi.spec.parser import Declared, Option, made
@@ -781,7 +781,7 @@ class Options(StarterOptions):
     )] = None
     compared: Annotated[str | None, Option(
         "compute a few texts with this GGUF file here, and with llama.cpp (llama-cpp-python), and print what differs",
-        ("--model",), metavar="FILE",
+        ("--model",), metavar="FILE", fact=COMPARED,
     )] = None
     deadline: Annotated[Annotated[float, Meta(ge=0.1, le=600)], Option(
         "time limit of each connection and each answer (%(default)s)", metavar="SECONDS"

@@ -38,6 +38,7 @@ class Option:
         convert: makes what is compared with the choices of the text.
         default: as it is typed, if that is another one than the field's.
         const: the value of a flag without its argument (nargs "?").
+        fact: what `combinations` calls it, if that is not its flag, which another command has for something else.
     """
 
     help: str
@@ -49,6 +50,7 @@ class Option:
     convert: Callable[[str], Any] | None = None
     default: Any = UNSET
     const: str | None = None
+    fact: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,10 @@ class Declared:
     def flag(self) -> str:
         """The first long name."""
         return next((flag for flag in self.flags if flag.startswith("--")), self.flags[0])
+
+    @property
+    def fact(self) -> str:
+        return self.option.fact or self.flag
 
     @property
     def dest(self) -> str:

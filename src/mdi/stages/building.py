@@ -151,7 +151,7 @@ def torch_weights(source: WeightSource, part: str, computing: Computing) -> Torc
     """
     form = computing.quantize if part.startswith("block.") else computing.quantize_head
     if form is not None:
-        return dict(source.weights(part, Packing(form, form, computing.allow_clipping)))
+        return dict(source.weights(part, Packing(form, form, computing.allow_clipping).untied))
     tensors = source.tensors(part)
     if computing.dtype != "float16":
         return dict(tensors)

@@ -25,7 +25,7 @@ from mdi.kernels.positions import table_bytes
 from mdi.kernels.slices import NO_SLICES, Slices
 from mdi.model.caches import PageClass, StateClass, cache_classes
 from mdi.model.spec import ModelSpec, Norm
-from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, FINAL_NORM, INPUT_TABLE, INPUTS, POSITIONS
+from mdi.model.tensors import EMBEDDING, EMBEDDING_NORM, FINAL_NORM, HEAD, INPUT_TABLE, INPUTS, POSITIONS
 from mdi.spec.extent import Extent
 from mdi.stages.learned_rows import LearnedRows
 from mdi.tensor.shard_blocks import GroupSum, ShardBlocks, SharedHead
@@ -119,8 +119,9 @@ class Resident:
         return WeightUse(self.n_bytes, self.n_bytes, 0.0)
 
     def table(self, name: str = EMBEDDING) -> EmbeddingTable | None:
-        found = self._parts["embedding"].get(name)
-        return PackedRows(found) if isinstance(found, Matrix) else array_of(self._parts["embedding"], name)
+        own = self._parts["embedding"]
+        found = self._parts["head"].get(HEAD) if name == EMBEDDING and name not in own else own.get(name)
+        return PackedRows(found) if isinstance(found, Matrix) else array_of(own, name)
 
     def head(self, spec: ModelSpec, n_tokens: int, context: Context) -> HeadFunction:
         return Head(spec, self._parts["head"], n_tokens, context)

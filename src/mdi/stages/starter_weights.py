@@ -29,7 +29,7 @@ from mdi.checkpoint.virtual_adapters import open_adapter
 from mdi.checkpoint.weights import WeightSource, own_packing
 from mdi.control.messages import PartSpec
 from mdi.errors import CheckpointError, UsageError
-from mdi.kernels.format_maps import shown
+from mdi.kernels.format_maps import TIED, shown, with_table
 from mdi.kernels.weight_formats import MIXTURES, OWN, OWN_FORMAT, is_made
 from mdi.model.plain import ModelConfig
 from mdi.spec.model_id import ModelId
@@ -144,7 +144,8 @@ class StarterWeights:
     def _take(self, first: WeightSource) -> None:
         self.model = first.model_id
         packing = first.packing or own_packing(first.dtype)
-        lossless = ("float32", "bf16", OWN_FORMAT.get(first.dtype))  # the run chooses the type to compute in
+        lossless = {"float32", "bf16", OWN_FORMAT.get(first.dtype)}  # the run chooses the type to compute in
+        lossless |= {with_table(form, TIED) for form in lossless if form}
         self.quantize, self.quantize_head = (
             None if form in lossless else form for form in (packing.blocks, packing.head)
         )
@@ -169,7 +170,7 @@ class StarterWeights:
             plain = source.source if isinstance(source, PackedSource) else source
             if wanted is None or isinstance(plain, AdapterSource):
                 return plain
-            packing = Packing(wanted, wanted)
+            packing = Packing(wanted, wanted).tied(plain.tied_type)
             return PackedSource(plain, packing) if is_own else MadeSource(plain, packing, folder, self.directory)
 
         self.sources = [changed(source) for source in self.sources]
@@ -177,10 +178,9 @@ class StarterWeights:
         self._take(self.sources[0])
 
     @property
-    def shared_bytes(self) -> int:
-        """Of a head that is the embedding, and has its memory."""
-        first = self.sources[0]
-        return first.shared_bytes if isinstance(first, PackedSource) else 0
+    def tied_type(self) -> str | None:
+        """See WeightSource."""
+        return self.sources[0].tied_type
 
     def take_adapters(self, named: Sequence[AdapterName]) -> None:
         """Read the adapters of a run; they become parts of the nodes. Raises CheckpointError, before anything is sent."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mdi.errors import Code, EngineError
-from mdi.kernels.cache_rows import check_arrays
+from mdi.kernels.cache_rows import TYPES, check_arrays
 from mdi.kernels.pages import CachePages, Pages, PageStore, Pool, capacity_of
 from mdi.kernels.states import StateStore
 from mdi.model.caches import PAGE, PageClass, Paged, State, cache_numbers, stage_places
@@ -184,6 +184,7 @@ class BlockRows:
         self._caches, self._class = caches, cache_class
         own = {number: caches.blocks[i] for i, (c, number) in enumerate(caches.places) if c == cache_class}
         self._blocks = {number: block for number, block in own.items() if isinstance(block, BlockCache)}
+        self._dtype = np.dtype(TYPES[caches.cache_type])
 
     def read(self, number: int, pages: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
         found = self._blocks[number].read(self._caches.select(self._class, pages, positions))
@@ -191,7 +192,7 @@ class BlockRows:
 
     def write(self, number: int, pages: np.ndarray, positions: np.ndarray, arrays: tuple[np.ndarray, ...]) -> None:
         block = self._blocks[number]
-        check_arrays(arrays, [(len(pages), *shape) for shape in block.shapes])
+        check_arrays(arrays, [(len(pages), *shape) for shape in block.shapes], [self._dtype] * len(block.shapes))
         tensors = [torch.from_numpy(np.ascontiguousarray(one)) for one in arrays]
         own = [one.view(torch.bfloat16) if one.dtype == torch.uint16 else one for one in tensors]
         block.write(self._caches.select(self._class, pages, positions), *(one.to(self._caches.device) for one in own))

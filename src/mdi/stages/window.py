@@ -313,7 +313,8 @@ class StoredParts:
         specs = source.part_specs(part)
         found = StoredPart()
         for name, shape in source.shapes(part).items():
-            keys = packing.check(name, shape, specs, str(source))
+            if not (keys := packing.check(name, shape, specs, str(source))):
+                continue
             file, start = self._place(source, name)
             if form := packing.format_of(name, shape):
                 skip = source.skipped_inputs(name)
@@ -568,7 +569,11 @@ class Windowed:
 
     def table(self, name: str = EMBEDDING) -> EmbeddingTable | None:
         """Rows of the embedding are read as tokens ask for them."""
-        return self._stored["embedding"].tables.get(name)
+        found = self._stored["embedding"].tables.get(name)
+        if found is not None or name != EMBEDDING:
+            return found
+        head = self._stored[HEAD].matrices.get(_HEAD)  # which it is
+        return None if head is None else PanelTable(head)
 
     def head(self, spec: ModelSpec, n_tokens: int, context: Context) -> HeadFunction:
         return PiecedHead(spec, self._stored[HEAD].arrays, self.window, n_tokens, context)
