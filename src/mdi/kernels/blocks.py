@@ -10,10 +10,10 @@ import functools
 import os
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -206,6 +206,18 @@ class MdiFrame(ctypes.Structure):
 
 
 Tensors = Mapping[str, Matrix | np.ndarray]
+
+
+class ExpertReader(Protocol):
+    """Brings experts into memory as they are chosen."""
+
+    def ready(self, block: int, chosen: Sequence[int]) -> Generator[tuple[int, list[tuple[int, int]]], None, None]:
+        """Bring chosen experts, in rising order, of a block by its number in the model.
+
+        Yields:
+            how many of them, from the first on, have come by now: those behind the last yield are in memory until the next one.
+            Of each that lies elsewhere than before, its number and by how many bytes.
+        """
 
 
 def norm_of(
@@ -866,6 +878,7 @@ class Blocks:
         self, rows: np.ndarray, slices: Slices,
         ready: Callable[[int, int], contextlib.AbstractContextManager[None]],
         taps: Sequence[int] = (), take: Callable[[], None] = lambda: None, columns: np.ndarray | None = None,
+        experts: ExpertReader | None = None,
     ) -> None:  # fmt: skip
         """Run the blocks half by half, to the same bits as `forward`.
 
@@ -873,9 +886,10 @@ class Blocks:
             ready: called with a block's number in the model and 0 for attention or 1 for the MLP: within what it gives, the
                 weights of that half are in memory.
             taps, take, columns: as of `forward`.
+            experts: reads those of the second half, which `ready` does not; None: it does.
 
         Raises:
-            EngineError: as `forward`; or whatever `ready` raises.
+            EngineError: as `forward`; or whatever `ready` and `experts` raise.
         """
         frame, kept = self._frame(rows, slices, columns)
         self.context.poll_neighbours()
@@ -887,9 +901,12 @@ class Blocks:
                 frame = short.frame
             for half in (0, 1):
                 with ready(self.start + block, half):
-                    done = frame.n_rows and library.mdi_step(
-                        handle, ctypes.byref(self._stage), block, half, ctypes.byref(frame)
-                    )
+                    if half and experts is not None and self._blocks[block].experts.n:
+                        done = frame.n_rows and self._step_of_experts(block, frame, experts)
+                    else:
+                        done = frame.n_rows and library.mdi_step(
+                            handle, ctypes.byref(self._stage), block, half, ctypes.byref(frame)
+                        )
                 if done:
                     raise EngineError(f"no memory is left to compute a frame of {len(rows)} rows", Code.MEMORY)
             self._n_finished += 1
@@ -898,6 +915,23 @@ class Blocks:
             if self.start + block in taps:
                 take()
         del kept
+
+    def _step_of_experts(self, block: int, frame: MdiFrame, reader: ExpertReader) -> bool:
+        """The second half of a block, with experts as they come; whether memory has run out."""
+        library, of = self.context.library, self._blocks[block].experts
+        where = self.context.handle, ctypes.byref(self._stage), block
+        choice = np.empty((frame.n_rows, of.n_used), dtype=np.int32)
+        failed = library.mdi_route(*where, ctypes.byref(frame), ctypes.c_void_p(choice.ctypes.data))
+        chosen: list[int] = [] if failed else np.unique(choice).tolist()
+        first = 0
+        with contextlib.closing(reader.ready(self.start + block, chosen)) as pieces:
+            for n_ready, moves in pieces:
+                for expert, by in moves:
+                    _move(of.experts[expert], by)
+                end = chosen[n_ready] if n_ready < len(chosen) else of.n
+                failed = failed or library.mdi_experts(*where, first, end, ctypes.byref(frame))
+                first = end
+        return bool(failed)
 
     def half(self, block: int, half: int, rows: np.ndarray, slices: Slices) -> np.ndarray:
         """Compute what one half of a block adds to the rows, before the norm that may follow: 0 is attention, 1 the MLP.
@@ -997,6 +1031,14 @@ class Blocks:
         if spec.mlp.shared is not None:
             block.mlp = reader.mlp("mlp.shared_experts", width, spec.mlp.shared)
         return block
+
+
+def _move(mlp: MdiMlp, by: int) -> None:
+    """An MLP's weights lie so many bytes further on."""
+    for matrix in (mlp.fc_1, mlp.fc_2, mlp.proj):
+        pieces = (MdiMatrix * matrix.n_pieces).from_address(matrix.pieces) if matrix.n_pieces else ()
+        for one in (matrix, *pieces):
+            one.data = one.data + by if one.data else None
 
 
 Weights = Mapping[str, Matrix | np.ndarray]

@@ -86,6 +86,17 @@ MDI_API int mdi_step(void* context, const MdiStage* stage, int block, int half, 
   return guarded([&] { c.set->step(*stage, block, half, *frame, c.team, c.scratch); });
 }
 
+// The second half of a block with experts in two kinds of calls, see Runner. choice: (n_rows, n_used).
+MDI_API int mdi_route(void* context, const MdiStage* stage, int block, const MdiFrame* frame, int32_t* choice) {
+  auto& c = *(MdiContext*)context;
+  return guarded([&] { c.set->route(*stage, block, *frame, choice, c.team, c.scratch); });
+}
+
+MDI_API int mdi_experts(void* context, const MdiStage* stage, int block, int first, int end, const MdiFrame* frame) {
+  auto& c = *(MdiContext*)context;
+  return guarded([&] { c.set->some_experts(*stage, block, first, end, *frame, c.team, c.scratch); });
+}
+
 // mesh: null where Python does all sums.
 MDI_API int mdi_shared(void* context, const MdiStage* stage, const MdiFrame* frame, float* y, float* z, MdiMesh* mesh, int32_t* at,
                        int32_t stop) {

@@ -13,6 +13,9 @@ struct InstructionSet {
   void (*half)(const MdiStage&, int block, int half, const MdiFrame&, float* y, Team&, void* scratch);
   // The same, with its norm behind and added to the frame's rows: all halves one after the other are `forward`.
   void (*step)(const MdiStage&, int block, int half, const MdiFrame&, Team&, void* scratch);
+  // The second half of a block with experts: all but the experts, then these in rising order, the last call with `end` the last.
+  void (*route)(const MdiStage&, int block, const MdiFrame&, int32_t* choice, Team&, void* scratch);
+  void (*some_experts)(const MdiStage&, int block, int first, int end, const MdiFrame&, Team&, void* scratch);
   // The same blocks by a group of nodes, of which each has a share: phases [at, stop), of which each block has six (stage.h). y and
   // z (n_rows, n_embd) keep what was computed. Ends early, with `at` there, where a sum is due that `mesh` cannot do.
   void (*shared)(const MdiStage&, const MdiFrame&, float* y, float* z, MdiMesh* mesh, int32_t& at, int32_t stop, Team&,

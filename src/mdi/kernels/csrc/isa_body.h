@@ -30,6 +30,16 @@ static void step(const MdiStage& stage, int block, int which, const MdiFrame& fr
   Runner(stage, frame, team, *(Scratch*)scratch).step(block, which);
 }
 
+static void route(const MdiStage& stage, int block, const MdiFrame& frame, int32_t* choice, Team& team, void* scratch) {
+  FloatMode mode;
+  Runner(stage, frame, team, *(Scratch*)scratch).route(block, choice);
+}
+
+static void some_experts(const MdiStage& stage, int block, int first, int end, const MdiFrame& frame, Team& team, void* scratch) {
+  FloatMode mode;
+  Runner(stage, frame, team, *(Scratch*)scratch).some_experts(block, first, end);
+}
+
 static void shared(const MdiStage& stage, const MdiFrame& frame, float* y, float* z, MdiMesh* mesh, int32_t& at, int32_t stop,
                    Team& team, void* scratch) {
   FloatMode mode;
@@ -73,7 +83,8 @@ static void pack_int4(const float* rows, int n_panels, int width, const float* f
     pack_int4_panel(rows + p * 16 * width, width, factors, n_factors, to + p * (width / 64) * 9 * 64);
 }
 
-static const InstructionSet kSet = {MDI_NAME, new_scratch, delete_scratch, forward, half, step, shared, linear, function, pack_int4};
+static const InstructionSet kSet = {MDI_NAME, new_scratch, delete_scratch, forward, half, step,
+                                    route, some_experts, shared, linear, function, pack_int4};
 
 }  // namespace MDI_NS
 

@@ -28,6 +28,7 @@ struct Scratch {
   Buffer<float> router, corrected, of_groups, probability;
   Buffer<float> low, queries, absorbed, latents;
   Buffer<int32_t> choice, adapter, taken;
+  const float* read_by_experts = nullptr;  // rows, in `normed` or the frame's
   Buffer<float> floats;
   ByteRows bytes;
   DeltaScratch delta;
@@ -50,19 +51,31 @@ class Runner {
   // attention adds is kept until the MLP has read them.
   void step(int b, int half) {
     const MdiBlock& block = stage_.blocks[b];
-    size_t n_floats = (size_t)n_ * stage_.n_embd;
-    bool parallel = block.residual == kParallel;
-    float* y = scratch_.result.of(2 * n_floats);
     if (half == 0) {
+      float* y = scratch_.result.of(2 * (size_t)n_ * stage_.n_embd);
       attention_half(block, frame_.rows, y);
-      if (!parallel) add_normed(block, block.post_attention_norm, y);
+      if (block.residual != kParallel) add_normed(block, block.post_attention_norm, y);
       return;
     }
-    float* z = parallel ? y + n_floats : y;
-    mlp_half(block, frame_.rows, z);
-    if (parallel) add_normed(block, block.post_attention_norm, y);
-    add_normed(block, block.post_mlp_norm, z);
-    finish(block);
+    mlp_half(block, frame_.rows, of_mlp(block));
+    end_step(block);
+  }
+
+  // The second half of a block with experts in calls of its own, to the same bits: first all but the experts. What each row has
+  // chosen, (n, n_used) numbers of experts, is copied to `choice`.
+  void route(int b, int32_t* choice) {
+    const MdiBlock& block = stage_.blocks[b];
+    choose_experts(block, frame_.rows, normalized_for_mlp(block, frame_.rows), of_mlp(block));
+    std::memcpy(choice, scratch_.choice.data(), sizeof(int32_t) * (size_t)n_ * block.experts.n_used);
+  }
+
+  // Then the experts [first, end), in rising order over all calls; the last ones end the half.
+  void some_experts(int b, int first, int end) {
+    const MdiBlock& block = stage_.blocks[b];
+    add_experts(block, first, end);
+    if (end < block.experts.n) return;
+    join_experts(block, of_mlp(block));
+    end_step(block);
   }
 
   // What a block does behind its MLP.
@@ -193,9 +206,11 @@ class Runner {
 
   // x (n, n_embd) -> y: what the MLP, or the chosen experts, make of the normed rows.
   void mlp_half(const MdiBlock& block, const float* x, float* y) {
-    const float* normed = normalized(block.norm_is_shared ? block.norm_1 : block.norm_2, x);
+    const float* normed = normalized_for_mlp(block, x);
     if (!block.experts.n) return mlp(block.mlp, normed, n_, y, &block);
-    experts(block, x, normed, y);
+    choose_experts(block, x, normed, y);
+    add_experts(block, 0, block.experts.n);
+    join_experts(block, y);
   }
 
   // rows += norm(y), or rows = norm(rows + y); rows is the frame's.
@@ -615,8 +630,26 @@ class Runner {
     if (adapted) adapt(*adapted, kProj, gate, y, mlp.proj.n_out);
   }
 
-  // The best experts of each row, weighted by the router, added in the order of their numbers. x: normed rows of `before`.
-  void experts(const MdiBlock& block, const float* before, const float* x, float* y) {
+  const float* normalized_for_mlp(const MdiBlock& block, const float* x) {
+    return normalized(block.norm_is_shared ? block.norm_1 : block.norm_2, x);
+  }
+
+  // Where a step puts what the MLP gives: behind what attention gave, where both read the same rows.
+  float* of_mlp(const MdiBlock& block) {
+    size_t n_floats = (size_t)n_ * stage_.n_embd;
+    return scratch_.result.of(2 * n_floats) + (block.residual == kParallel ? n_floats : 0);
+  }
+
+  void end_step(const MdiBlock& block) {
+    float* z = of_mlp(block);
+    if (block.residual == kParallel) add_normed(block, block.post_attention_norm, scratch_.result.data());
+    add_normed(block, block.post_mlp_norm, z);
+    finish(block);
+  }
+
+  // The shared expert's results, to y, and the best experts of each row, weighted by the router, to scratch, where the rows that
+  // experts read are then, too. x: normed rows of `before`.
+  void choose_experts(const MdiBlock& block, const float* before, const float* x, float* y) {
     const MdiExperts& of = block.experts;
     int width = stage_.n_embd, n_expert = of.n, k = of.n_used;
     bool is_apart = of.norm_router.weight;
@@ -637,16 +670,25 @@ class Runner {
     for (int m = 0; m < n_; m++)
       choose(of, scores + (int64_t)m * n_expert, choice + m * k, probability + m * k);
     for (int i = 0; of.scales && i < n_ * k; i++) probability[i] *= of.scales[choice[i]];
-    if (is_apart) x = normalized(of.norm, before);
-    float* sum = scratch_.expert.of((size_t)2 * n_ * width);
+    scratch_.read_by_experts = is_apart ? normalized(of.norm, before) : x;
+    std::memset(scratch_.expert.of((size_t)2 * n_ * width), 0, sizeof(float) * (size_t)n_ * width);
+  }
+
+  // What the chosen ones of the experts [first, end) give, added in the order of their numbers.
+  void add_experts(const MdiBlock& block, int first, int end) {
+    const MdiExperts& of = block.experts;
+    int width = stage_.n_embd, k = of.n_used;
+    const int32_t* choice = scratch_.choice.data();
+    const float* probability = scratch_.probability.data();
+    float* sum = scratch_.expert.data();
     float* out = sum + (size_t)n_ * width;
-    std::memset(sum, 0, sizeof(float) * (size_t)n_ * width);
     float* chosen = scratch_.chosen.of((size_t)n_ * width);
-    for (int e = 0; e < n_expert; e++) {
+    for (int e = first; e < end; e++) {
       int n = 0;
       for (int m = 0; m < n_; m++)
         for (int i = 0; i < k; i++)
-          if (choice[m * k + i] == e) std::memcpy(chosen + (int64_t)n++ * width, x + (int64_t)m * width, sizeof(float) * (size_t)width);
+          if (choice[m * k + i] == e)
+            std::memcpy(chosen + (int64_t)n++ * width, scratch_.read_by_experts + (int64_t)m * width, sizeof(float) * (size_t)width);
       if (!n) continue;
       mlp(of.experts[e], chosen, n, out);
       n = 0;
@@ -658,8 +700,13 @@ class Runner {
             for (int j = 0; j < width; j++) sum[(int64_t)m * width + j] += p * from[j];
           }
     }
-    if (is_apart) normalize_rows(of.norm_behind, sum);
-    for (int64_t i = 0; i < (int64_t)n_ * width; i++) y[i] = block.mlp.fc_1.data ? sum[i] + y[i] : sum[i];
+  }
+
+  // y, the shared expert's results, becomes the sum of all.
+  void join_experts(const MdiBlock& block, float* y) {
+    float* sum = scratch_.expert.data();
+    if (block.experts.norm_router.weight) normalize_rows(block.experts.norm_behind, sum);
+    for (int64_t i = 0; i < (int64_t)n_ * stage_.n_embd; i++) y[i] = block.mlp.fc_1.data ? sum[i] + y[i] : sum[i];
   }
 
   // The k largest scores, in falling order, the lower number first among equals; and a softmax over them. With a correction,
