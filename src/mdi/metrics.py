@@ -62,6 +62,8 @@ class NodeMetrics:
         frames: frames that it worked on.
         weights_resident_bytes, weights_read_bytes: of memory that its weights took at most, and from the disk.
         disk_wait_s: while which computing waited for them; part of compute_s.
+        expert_hits, expert_misses: of the experts that frames chose, those in memory and those read from the disk, where they
+            are read one by one.
         share: of every block, where nodes compute them together.
     """
 
@@ -76,6 +78,8 @@ class NodeMetrics:
     weights_resident_bytes: Whole = 0
     weights_read_bytes: Whole = 0
     disk_wait_s: Duration = 0.0
+    expert_hits: Whole = 0
+    expert_misses: Whole = 0
     share: ShareMetrics | None = None
 
     def to_json(self) -> dict[str, Any]:

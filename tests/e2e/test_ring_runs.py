@@ -15,7 +15,7 @@ LONG = (TEXT * 4)[:1100]
 PROMPTS = ["A", "Who are you?", LONG, "The ring", "x", TEXT, "Where have you been all the time?"]
 NODE_FIELDS = {
     "name", "layers", "peak_rss_bytes", "compute_s", "wait_s", "send_s", "bytes_sent", "frames",
-    "weights_resident_bytes", "weights_read_bytes", "disk_wait_s",
+    "weights_resident_bytes", "weights_read_bytes", "disk_wait_s", "expert_hits", "expert_misses",
 }  # fmt: skip
 SAMPLE_FIELDS = {
     "prompt", "text", "token_ids", "prompt_ids", "finish_reason", "ttft_s", "tokens_per_s", "may_differ_from",

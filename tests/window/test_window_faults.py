@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from windows import chunks, run, windowed
 
-import mdi.stages.window as unit_reader
+import mdi.stages.window_files as unit_reader
 from mdi.checkpoint.chunks import ChunkFile, find_chunk
 from mdi.cli import launch
 from mdi.errors import CheckpointError, EngineError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,9 @@ from mdi.kernels.slices import Slice
 from mdi.model.plain import spec_of
 from mdi.spec.window import WindowOptions
 from mdi.stages.kernel_stage import KernelStage, Resident
-from mdi.stages.window import open_window
-from mdi.stages.window_budget import RunMemory
+from mdi.stages.window import StoredParts, Window, Windowed, open_window
+from mdi.stages.window_budget import RunMemory, plan_window
+from mdi.stages.window_files import expert_units
 from tiny_models import tiny_lit
 
 LENGTH = 96
@@ -82,3 +84,25 @@ def run(stage: KernelStage, frames: Sequence[int] = FRAMES) -> list[np.ndarray]:
 
 def same(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
     return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def apart(
+    source: WeightSource, start: int, stop: int, n_experts: int, retain: int | None = None, packing: Packing | None = None,
+    folder: Path = Path("."), cache_type: str = "float32",
+) -> KernelStage:  # fmt: skip
+    """A stage that reads experts when they are chosen, with so many of them in memory."""
+    packing = packing or source.packing
+    assert packing is not None
+    found = StoredParts(packing, folder)
+    stored = {part: found.part(source, part) for part in stage_parts(start, stop, starter=start == 0)}
+    found.finish()
+    if "embedding" in stored:
+        stored["embedding"].keep()
+    blocks, experts = expert_units({part: one.matrices for part, one in stored.items() if part.startswith("block.")})
+    head = stored["head"].matrices["lm_head.weight"] if "head" in stored else None
+    plan = replace(plan_window(blocks, head, 2, retain), experts=tuple(experts), n_expert_slots=n_experts)
+    window = Window(plan)
+    window.on_close(found.close)
+    stage = KernelStage(spec_of(source.config), start, stop, Windowed(stored, window), 2, cache_type)
+    stage.prepare(LENGTH)
+    return stage

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 class WeightUse(NamedTuple):
     """The cost of a stage's weights: bytes of memory, at most; bytes read from the disk; seconds that computing waited for the
-    disk."""
+    disk; of chosen experts of frames, those that were in memory and those that were not, where they are read one by one."""
 
     resident_bytes: int
     read_bytes: int
     wait_s: float
+    expert_hits: int = 0
+    expert_misses: int = 0
 
 
 class Caches(Protocol):

@@ -462,6 +462,8 @@ def _measured(stage: Backend, turn: Turn, recorder: Recorder | None, n_spans: in
         "weights_resident_bytes": use.resident_bytes,
         "weights_read_bytes": use.read_bytes,
         "disk_wait_s": use.wait_s,
+        "expert_hits": use.expert_hits,
+        "expert_misses": use.expert_misses,
     }
 
 

@@ -139,7 +139,10 @@ def measured_here(name: str, blocks: tuple[int, int], former: Former, engine: St
     ring = former.ring
     assert ring is not None and ring.part is not None
     compute_s, use = engine.compute_s + ring.part.compute_s, ring.stage.weight_use
-    return NodeMetrics(name, blocks, peak_rss_bytes(), compute_s, *former.measured(), *use, share_metrics(ring.stage))
+    return NodeMetrics(
+        name, blocks, peak_rss_bytes(), compute_s, *former.measured(), use.resident_bytes, use.read_bytes, use.wait_s,
+        use.expert_hits, use.expert_misses, share_metrics(ring.stage),
+    )  # fmt: skip
 
 
 def metrics_of(

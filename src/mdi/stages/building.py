@@ -90,7 +90,9 @@ def build_stage(
             promised + spec.beside + absorbed,
         )  # fmt: skip
         folder = cache_dir / _FOLDER
-        weights = open_window(spec.name, spec.window, names, source, spec.packing, folder, run, cancel)
+        weights = open_window(
+            spec.name, spec.window, names, source, spec.packing, folder, run, cancel, may_be_apart=spec.group is None
+        )
     else:
         placer, packing = WeightPlacer(memory, computing.mlock, spec.name), spec.packing
 

@@ -18,7 +18,7 @@ from mdi.checkpoint.packing import EMBEDDING_SCALE
 from mdi.engine.rows import ArrayRows
 from mdi.engine.worker import WeightUse
 from mdi.errors import EngineError, KernelError
-from mdi.kernels.blocks import Blocks, Context, Head, Linear, LowRank, Weights, array_of
+from mdi.kernels.blocks import Blocks, Context, ExpertReader, Head, Linear, LowRank, Weights, array_of
 from mdi.kernels.layout import Matrix, PackedRows, floats
 from mdi.kernels.pages import CachePages, capacity_of
 from mdi.kernels.positions import table_bytes
@@ -48,7 +48,7 @@ class StageWeights(Protocol):
     """The weights of a stage, by part: `Resident`, or mdi.stages.window.Windowed.
 
     Attributes:
-        ready: see Blocks.forward_in_halves; None where all weights are in memory.
+        ready, experts: see Blocks.forward_in_halves; None where all weights are in memory.
         cache_limit: bytes for caches, because the whole process has a limit; None without one.
         n_bytes: of memory that they take.
         mapped_bytes: those that are pages of a file, which the system counts as free memory, but which must stay.
@@ -56,6 +56,8 @@ class StageWeights(Protocol):
 
     @property
     def ready(self) -> Callable[[int, int], contextlib.AbstractContextManager[None]] | None: ...
+    @property
+    def experts(self) -> ExpertReader | None: ...
     @property
     def cache_limit(self) -> int | None: ...
     @property
@@ -89,6 +91,7 @@ class Resident:
     """
 
     ready = None
+    experts = None
     cache_limit = None
 
     def __init__(self, parts: Iterable[str], weights: Callable[[str], Weights]) -> None:
@@ -476,7 +479,7 @@ class KernelStage:
         self, rows: np.ndarray, slices: Slices, taps: Sequence[int], take: Take, columns: np.ndarray | None
     ) -> None:
         assert self.weights.ready is not None
-        self._blocks.forward_in_halves(rows, slices, self.weights.ready, taps, take, columns)
+        self._blocks.forward_in_halves(rows, slices, self.weights.ready, taps, take, columns, self.weights.experts)
         self.weights.check()
 
     def _forward_shared(

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import mmap
 import os
 import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,32 +27,34 @@ from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec
 from mdi.checkpoint.shapes import widest
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, EngineError, KernelError, LimitError
-from mdi.kernels.blocks import Context, Head, Weights
+from mdi.kernels.blocks import Context, ExpertReader, Head, Weights
 from mdi.kernels.layout import Matrix
 from mdi.kernels.weight_formats import weight_format
 from mdi.model.spec import ModelSpec
 from mdi.model.tensors import EMBEDDING, TABLES
 from mdi.spec.window import WindowOptions
+from mdi.stages.expert_slots import ExpertSlots
 from mdi.stages.kernel_stage import EmbeddingTable, HeadFunction, WeightUse
 from mdi.stages.window_budget import MemoryLimit, RunMemory, WindowPlan, choose_window, taken_bytes
 from mdi.stages.window_files import (
     HEAD,
+    JOIN_S,
     PAGE_BYTES,
+    PIECE_BYTES,
     PanelTable,
     RowTable,
     StoredMatrix,
     Unit,
     WeightBytes,
     block_units,
+    expert_units,
+    pages,
+    read_unit,
+    wait_for_disk,
 )
 from mdi.units import megabytes, size
 
 logger = logging.getLogger("mdi")
-
-
-PIECE_BYTES = 8 << 20  # bytes read at a time, so that reading can be stopped
-LOG_WAIT_S = 10.0  # a wait for the disk that is longer is logged
-GIVEN_UP_S = 60.0  # ... after which a disk that gives nothing counts as failed
 
 
 class Reader:
@@ -102,7 +103,7 @@ class Reader:
             self._is_closed = True
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join(LOG_WAIT_S)
+            self._thread.join(JOIN_S)
 
     @property
     def is_full(self) -> bool:
@@ -111,33 +112,23 @@ class Reader:
             return self._next == self._let_go + len(self._slots)
 
     def _wait_for(self, position: int) -> None:
-        begin = time.monotonic()
         if position != self._let_go:
             self._move_to(position)
-        next_word = begin + LOG_WAIT_S
         with self._changed:
             if self._error is not None:  # met ahead of time, or raised before
                 self._error = None  # many errors of disks pass, so it is read again
                 self._changed.notify_all()
-            while self._next <= position:
-                if self._error is not None:
-                    raise self._error
-                if self._is_closed:
-                    raise EngineError("the weights of this stage were freed")
-                self._changed.wait(1.0)
-                now = time.monotonic()
-                if now - max(self._last_sign, begin) > GIVEN_UP_S:
-                    raise CheckpointError(
-                        f"the disk has given nothing of {self._file_of(position)} for {GIVEN_UP_S:.0f} s: check the disk"
-                    )
-                if now > next_word:
-                    next_word = now + LOG_WAIT_S
-                    logger.warning("waiting for the disk: %s (%.0f s)", self._file_of(position), now - begin)
-        self.wait_s += time.monotonic() - begin
+            unit = self._units[position % len(self._units)]
+            self.wait_s += wait_for_disk(self._changed, lambda: self._has_read(position), lambda: self._last_sign, unit)
 
-    def _file_of(self, position: int) -> str:
-        unit = self._units[position % len(self._units)]
-        return str(unit.runs[0].file.path) if unit is not None and unit.runs else ""
+    def _has_read(self, position: int) -> bool:
+        if self._next > position:
+            return True
+        if self._error is not None:
+            raise self._error
+        if self._is_closed:
+            raise EngineError("the weights of this stage were freed")
+        return False
 
     def _move_to(self, position: int) -> None:
         """All below it is done with."""
@@ -182,40 +173,39 @@ class Reader:
                 return
 
 
-def read_unit(unit: Unit, memory: np.ndarray) -> Iterator[int]:
-    """Read a unit into memory, piece by piece; the bytes of each that has come. Raises CheckpointError."""
-    view = memory.data
-    for run in unit.runs:
-        for start in range(run.start, run.stop, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, run.stop)
-            at = run.at + start - run.start
-            yield run.file.stream(start, view[at : at + stop - start])
-
-
 PROBE_BYTES = 32 << 20  # read one way, side by side as they will be, then as many the other way
 TURNS = 2
 
 
-def choose_way(files: Iterable[WeightBytes], unit: Unit, memory: np.ndarray) -> float:
+def choose_way(files: Iterable[WeightBytes], unit: Unit, memory: np.ndarray, experts: Sequence[Unit] = ()) -> float:
     """Have all files read the way that was faster on one of them, in the better of two turns each.
 
     Args:
         unit: whose bytes are read for it, into `memory`.
+        experts: some of which are read instead, each into `memory`, if there are enough.
 
     Returns:
         bytes per second of that way; 0 if the unit is too small to tell.
     """
-    files = list(files)
-    if not unit.runs:
+    files, n_turns = list(files), 2 * TURNS
+    n = min(len(experts) // n_turns, max(1, PROBE_BYTES // experts[0].n_bytes)) if experts else 0
+    if n:  # not side by side, as they will be chosen
+        turns = [[run for one in experts[turn::n_turns][:n] for run in one.runs] for turn in range(n_turns)]
+    elif unit.runs:
+        run = max(unit.runs, key=lambda one: one.stop - one.start)
+        each = min(PROBE_BYTES, (run.stop - run.start) // n_turns // PAGE_BYTES * PAGE_BYTES)
+        turns = [
+            [replace(run, start=at, stop=at + each)] for at in range(run.start, run.start + n_turns * each, each or 1)
+        ]
+    else:
         return 0.0
-    run = max(unit.runs, key=lambda one: one.stop - one.start)
-    n_bytes = min(PROBE_BYTES, (run.stop - run.start) // (2 * TURNS) // PAGE_BYTES * PAGE_BYTES)
+    n_bytes = sum(run.stop - run.start for run in turns[0]) if turns else 0
     if not n_bytes:
         return 0.0
     best = {True: float("inf"), False: float("inf")}
-    for turn in range(2 * TURNS):
-        is_direct = turn % 2 == 0 and run.file.can_be_direct
-        spent = _timed(run.file, run.start + turn * n_bytes, n_bytes, is_direct, memory.data)
+    for i, turn in enumerate(turns):
+        is_direct = i % 2 == 0 and turn[0].file.can_be_direct
+        spent = sum(_timed(run.file, run.start, run.stop - run.start, is_direct, memory.data) for run in turn)
         best[is_direct] = min(best[is_direct], spent)
     is_direct = best[True] < best[False]
     for file in files:
@@ -452,19 +442,21 @@ class Window:
         self._index = {(unit.part, unit.piece): i for i, unit in enumerate(plan.units)}
         streamed = plan.streamed
         self._place = {i: place for place, i in enumerate(streamed)}
-        slots = [_pages(n) for n in plan.slot_bytes]
+        slots = [pages(n) for n in plan.slot_bytes]
         memory = {i: slots[place % plan.n_slots] for i, place in self._place.items()}
-        files = {run.file for unit in plan.units for run in unit.runs}
+        files = {run.file for unit in (*plan.units, *plan.experts) for run in unit.runs}
         probed = max(plan.units, key=lambda unit: unit.n_bytes)
-        memory |= {i: _pages(plan.units[i].n_bytes) for i in plan.kept}
-        self.disk_bytes_s = choose_way(files, probed, memory[plan.units.index(probed)])
+        memory |= {i: pages(plan.units[i].n_bytes) for i in plan.kept}
+        self.experts = ExpertSlots(plan.experts, plan.n_expert_slots) if plan.experts else None
+        of = memory[plan.units.index(probed)] if self.experts is None else self.experts.slots[0]
+        self.disk_bytes_s = choose_way(files, probed, of, plan.experts)
         self._kept_read = 0
         for i in sorted(plan.kept):
             for n_bytes in read_unit(plan.units[i], memory[i]):
                 self._kept_read += n_bytes
                 cancel.check()
         self._memory = memory
-        self._closed_with: list[Callable[[], None]] = []
+        self._closed_with: list[Callable[[], None]] = [] if self.experts is None else [self.experts.close]
         self._reader: Reader | None = None
         if streamed:
             padding = -len(streamed) % plan.n_slots
@@ -472,8 +464,9 @@ class Window:
         self._end = weakref.finalize(self, _close, self._reader, self._closed_with)
 
     def matrices(self, part: str) -> list[dict[str, Matrix]]:
-        """The weights of a part, by name: for each of its units, its place in memory."""
-        return [unit.placed(self._memory[i]) for i, unit in enumerate(self.plan.units) if unit.part == part]
+        """The weights of a part, by name: for each of its units, its place in memory; of an expert, its first one."""
+        found = [unit.placed(self._memory[i]) for i, unit in enumerate(self.plan.units) if unit.part == part]
+        return found if self.experts is None else found + self.experts.matrices(part)
 
     def unit(self, part: str, piece: int) -> contextlib.AbstractContextManager[None]:
         """Within this context, the unit is in memory. Ask for units in the order of a pass."""
@@ -486,7 +479,12 @@ class Window:
     def use(self) -> WeightUse:
         reader = self._reader
         read, wait_s = (reader.read_bytes, reader.wait_s) if reader is not None else (0, 0.0)
-        return WeightUse(self.plan.resident_bytes, self._kept_read + read, wait_s)
+        of = WeightUse(0, 0, 0.0) if self.experts is None else self.experts.use
+        return of._replace(
+            resident_bytes=self.plan.resident_bytes,
+            read_bytes=self._kept_read + read + of.read_bytes,
+            wait_s=wait_s + of.wait_s,
+        )
 
     @property
     def is_full(self) -> bool:
@@ -496,7 +494,7 @@ class Window:
     @property
     def reads_direct(self) -> bool:
         """Whether reads go past the system's memory of files."""
-        return all(run.file.is_direct for unit in self.plan.units for run in unit.runs)
+        return all(run.file.is_direct for unit in (*self.plan.units, *self.plan.experts) for run in unit.runs)
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Have something done when the reading has ended."""
@@ -512,16 +510,6 @@ def _close(reader: Reader | None, others: list[Callable[[], None]]) -> None:
         reader.close()
     for action in others:
         action()
-
-
-def _pages(n_bytes: int) -> np.ndarray:
-    """Memory on its own pages, uint8 (n_bytes), which is freed with the last array that uses it."""
-    if not n_bytes:
-        return np.empty(0, dtype=np.uint8)
-    memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError, ValueError):  # fewer, larger pages, where the system has them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8)
 
 
 _HEAD, _HEAD_BIAS = "lm_head.weight", "lm_head.bias"
@@ -555,6 +543,10 @@ class Windowed:
         units, stored = self.window.matrices(part) if part != HEAD else [], self._stored[part]
         return {**stored.arrays, **stored.whole, **{name: matrix for unit in units for name, matrix in unit.items()}}
 
+    @property
+    def experts(self) -> ExpertReader | None:
+        return self.window.experts
+
     def ready(self, block: int, half: int) -> contextlib.AbstractContextManager[None]:
         return self.window.unit(f"block.{block}", half)
 
@@ -565,7 +557,7 @@ class Windowed:
     @property
     def use(self) -> WeightUse:
         use = self.window.use
-        return WeightUse(use.resident_bytes + self._small_bytes, use.read_bytes, use.wait_s)
+        return use._replace(resident_bytes=use.resident_bytes + self._small_bytes)
 
     def table(self, name: str = EMBEDDING) -> EmbeddingTable | None:
         """Rows of the embedding are read as tokens ask for them."""
@@ -622,7 +614,7 @@ class PiecedHead:
 
 def open_window(
     name: str, options: WindowOptions, parts: Sequence[str], source: Callable[[str], WeightSource], packing: Packing,
-    folder: Path, run: RunMemory, cancel: Cancel | None = None,
+    folder: Path, run: RunMemory, cancel: Cancel | None = None, may_be_apart: bool = True,
 ) -> Windowed:  # fmt: skip
     """The weights of a stage in a window.
 
@@ -630,6 +622,7 @@ def open_window(
         name: of the node.
         source: gives that of each part.
         folder: for weights that must be packed first.
+        may_be_apart: whether the stage can compute experts one by one.
 
     Raises:
         LimitError: it does not fit into the memory.
@@ -647,11 +640,12 @@ def open_window(
         found.finish()
         if "embedding" in stored:  # before the window is chosen, which counts what the process has
             stored["embedding"].keep()
-        blocks = block_units({part: stored[part].matrices for part in parts if part.startswith("block.")})
+        matrices = {part: stored[part].matrices for part in parts if part.startswith("block.")}
         head = stored[HEAD].matrices["lm_head.weight"] if HEAD in stored else None
         if head is not None and not head.n_bytes:  # a share of it without rows
             head = None
-        plan = choose_window(name, options, blocks, head, run, taken_bytes())
+        apart = expert_units(matrices) if may_be_apart else None
+        plan = choose_window(name, options, block_units(matrices), head, run, taken_bytes(), apart)
         window = Window(plan, cancel)
     except BaseException:
         found.close()
@@ -676,3 +670,8 @@ def _log_plan(name: str, plan: WindowPlan, window: Window, packed_bytes: int) ->
         "%s has %s of weights in memory (a window of %d units%s), and reads %s for each pass%s",
         name, size(plan.resident_bytes), plan.n_slots, kept, size(plan.pass_bytes), rate,
     )  # fmt: skip
+    if plan.experts:
+        logger.info(
+            "%s has %d of %d experts in memory, and reads those that are chosen",
+            *(name, plan.n_expert_slots, len(plan.experts)),
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -28,12 +28,15 @@ class WindowPlan:
         kept: indices of those that stay.
         n_slots: units in memory at a time, besides those that stay.
         retain: every n-th block stays; None: none does.
+        experts, n_expert_slots: those that are read when they are chosen, and how many are in memory; (): `units` have them.
     """
 
     units: tuple[Unit, ...]
     kept: frozenset[int]
     n_slots: int
     retain: int | None
+    experts: tuple[Unit, ...] = ()
+    n_expert_slots: int = 0
 
     @property
     def streamed(self) -> list[int]:
@@ -55,11 +58,16 @@ class WindowPlan:
 
     @property
     def resident_bytes(self) -> int:
-        return self.kept_bytes + sum(self.slot_bytes)
+        return self.kept_bytes + sum(self.slot_bytes) + self.n_expert_slots * self.expert_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the largest one."""
+        return max((unit.n_bytes for unit in self.experts), default=0)
 
     @property
     def pass_bytes(self) -> int:
-        """Read from the disk for every frame."""
+        """Read from the disk for every frame, besides experts that are read when they are chosen."""
         return sum(self.units[i].n_bytes for i in self.streamed)
 
 
@@ -86,6 +94,7 @@ def plan_window(blocks: Sequence[Unit], head: StoredMatrix | None, n_slots: int,
 
 MARGIN_BYTES = 32 << 20  # growth of a running process: buffers of links, Python's objects
 DEFAULT_UNITS = 2
+LEAST_EXPERTS = 2  # in memory: one is read while another is computed
 MOST_SEEN = 256  # rows of states that are computed again at a time (csrc/delta.h)
 WIDER = (8, 6, 4)  # windows that are tried, widest first, where memory is left
 
@@ -147,16 +156,19 @@ def _work_per_row(block: BlockSpec, n_embd: int) -> int:
 
 
 def choose_window(
-    name: str, options: WindowOptions, blocks: Sequence[Unit], head: StoredMatrix | None, run: RunMemory, taken: int
-) -> WindowPlan:
+    name: str, options: WindowOptions, blocks: Sequence[Unit], head: StoredMatrix | None, run: RunMemory, taken: int,
+    apart: tuple[Sequence[Unit], Sequence[Unit]] | None = None,
+) -> WindowPlan:  # fmt: skip
     """The window that was asked for, or the best that the memory holds.
 
     Blocks that stay are not read again, so as many stay as fit beside two units; the rest is for a wider
-    window, which evens out a disk that is slow now and then.
+    window, which evens out a disk that is slow now and then. If experts are apart, the rest is for them: every pass reads the
+    other units, but only some of the experts.
 
     Args:
         name: of the node, for messages.
         taken: bytes that the process has now.
+        apart: `blocks` without experts, and these, if they can be read one by one and nothing but the memory was set by hand.
 
     Raises:
         LimitError: not even one unit fits.
@@ -166,7 +178,7 @@ def choose_window(
         return plan_window(blocks, head, options.units or DEFAULT_UNITS, options.retain)
     beside = taken + run.promised + run.cache_bytes + run.work + MARGIN_BYTES
     least: WindowPlan | None = None
-    for plan in _candidates(options, blocks, head):
+    for plan in _candidates(options, blocks, head, apart):
         if plan.resident_bytes + beside <= limit:
             return _widened(plan, options, blocks, head, limit - beside)
         if least is None or plan.resident_bytes < least.resident_bytes:
@@ -180,8 +192,15 @@ def choose_window(
     )
 
 
-def _candidates(options: WindowOptions, blocks: Sequence[Unit], head: StoredMatrix | None) -> Iterator[WindowPlan]:
+def _candidates(
+    options: WindowOptions, blocks: Sequence[Unit], head: StoredMatrix | None,
+    apart: tuple[Sequence[Unit], Sequence[Unit]] | None,
+) -> Iterator[WindowPlan]:  # fmt: skip
     """From the one that reads least to the one that takes least memory."""
+    if apart is not None and apart[1] and options.units is None and options.retain is None:
+        yield plan_window(blocks, head, DEFAULT_UNITS, 1)
+        for plan in _candidates(options, apart[0], head, None):
+            yield replace(plan, experts=tuple(apart[1]), n_expert_slots=min(LEAST_EXPERTS, len(apart[1])))
     retained = [options.retain] if options.retain else [*range(1, len(blocks) // 2 + 1), None]
     units = [options.units] if options.units else [DEFAULT_UNITS, 1]
     for n_slots in units:
@@ -192,7 +211,10 @@ def _candidates(options: WindowOptions, blocks: Sequence[Unit], head: StoredMatr
 def _widened(
     plan: WindowPlan, options: WindowOptions, blocks: Sequence[Unit], head: StoredMatrix | None, left: int
 ) -> WindowPlan:
-    """The same with a wider window, if it fits and was not set by hand."""
+    """The same with more experts in memory, or with a wider window, if it fits and was not set by hand."""
+    if plan.experts:
+        more = (left - plan.resident_bytes) // max(plan.expert_bytes, 1)
+        return replace(plan, n_expert_slots=min(len(plan.experts), plan.n_expert_slots + more))
     if options.units is not None or plan.n_slots < DEFAULT_UNITS:
         return plan
     wider = (plan_window(blocks, head, n, plan.retain) for n in WIDER)

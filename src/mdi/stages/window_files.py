@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
+import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +21,13 @@ from mdi.kernels.format_maps import matrix_pieces, rows_form
 from mdi.kernels.layout import Matrix, matrix_bytes, unpack
 from mdi.kernels.weight_formats import PANEL
 
+logger = logging.getLogger("mdi")
+
 PAGE_BYTES = 4096  # what direct reads are aligned to: offset, length and memory
+PIECE_BYTES = 8 << 20  # bytes read at a time, so that reading can be stopped
+LOG_WAIT_S = 10.0  # a wait for the disk that is longer is logged
+JOIN_S = 10.0  # for a thread that reads
+GIVEN_UP_S = 60.0  # ... after which a disk that gives nothing counts as failed
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -209,11 +220,11 @@ class ByteRun:
 
 
 class Unit:
-    """Weights that are read at once: half a block, or rows of the head.
+    """Weights that are read at once: half a block, an expert, or rows of the head.
 
     Args:
         part: "block.<i>" or "head".
-        piece: 0 is attention, 1 the MLP; of the head, which rows.
+        piece: 0 is attention, 1 the MLP, `FIRST_EXPERT` + e expert e of it, if experts are apart; of the head, which rows.
 
     Attributes:
         n_bytes: of memory that it takes, a whole number of pages.
@@ -259,6 +270,73 @@ def _runs(matrices: Sequence[StoredMatrix]) -> tuple[ByteRun, ...]:
             runs.append(ByteRun(file, start, stop, at))
             at += stop - start
     return tuple(runs)
+
+
+def read_unit(unit: Unit, memory: np.ndarray) -> Iterator[int]:
+    """Read a unit into memory, piece by piece; the bytes of each that has come. Raises CheckpointError."""
+    view = memory.data
+    for run in unit.runs:
+        for start in range(run.start, run.stop, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, run.stop)
+            at = run.at + start - run.start
+            yield run.file.stream(start, view[at : at + stop - start])
+
+
+def wait_for_disk(
+    changed: threading.Condition, is_there: Callable[[], bool], last_sign: Callable[[], float], unit: Unit | None
+) -> float:
+    """Wait, with `changed` held, for what a thread reads.
+
+    Args:
+        is_there: may raise what reading has met.
+        last_sign: when bytes came last, by time.monotonic().
+        unit: for messages.
+
+    Returns:
+        seconds.
+
+    Raises:
+        CheckpointError: nothing came for too long.
+    """
+    begin = time.monotonic()
+    next_word = begin + LOG_WAIT_S
+    file = unit.runs[0].file.path if unit is not None and unit.runs else ""
+    while not is_there():
+        changed.wait(1.0)
+        now = time.monotonic()
+        if now - max(last_sign(), begin) > GIVEN_UP_S:
+            raise CheckpointError(f"the disk has given nothing of {file} for {GIVEN_UP_S:.0f} s: check the disk")
+        if now > next_word:
+            next_word = now + LOG_WAIT_S
+            logger.warning("waiting for the disk: %s (%.0f s)", file, now - begin)
+    return time.monotonic() - begin
+
+
+def pages(n_bytes: int) -> np.ndarray:
+    """Memory on its own pages, uint8 (n_bytes), which is freed with the last array that uses it."""
+    if not n_bytes:
+        return np.empty(0, dtype=np.uint8)
+    memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError, ValueError):  # fewer, larger pages, where the system has them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+FIRST_EXPERT = 2
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def expert_units(parts: Mapping[str, Mapping[str, StoredMatrix]]) -> tuple[list[Unit], list[Unit]]:
+    """As `block_units`, but without experts, and each expert of each block."""
+    experts: dict[tuple[str, int], list[StoredMatrix]] = {}
+    others: dict[str, dict[str, StoredMatrix]] = {part: {} for part in parts}
+    for part, matrices in parts.items():
+        for name, stored in matrices.items():
+            if found := _EXPERT.search(name):
+                experts.setdefault((part, FIRST_EXPERT + int(found[1])), []).append(stored)
+            else:
+                others[part][name] = stored
+    return block_units(others), [Unit(*key, own) for key, own in experts.items()]
 
 
 def block_units(parts: Mapping[str, Mapping[str, StoredMatrix]]) -> list[Unit]:
