@@ -127,8 +127,9 @@ def steady(args: argparse.Namespace, disk: float) -> dict[str, Any]:
     import yaml
 
     from mdi.checkpoint.shapes import full_config
-    from mdi.placement.windows import units_of
+    from mdi.placement.windows import matrices_of
     from mdi.stages.window_budget import plan_window
+    from mdi.stages.window_files import block_units
     from window_steady import UnitTimes, simulate
 
     def run(*flags: str) -> dict[str, Any]:
@@ -147,7 +148,8 @@ def steady(args: argparse.Namespace, disk: float) -> dict[str, Any]:
     whole, windowed = run(), run("--window", str(STEADY_UNITS))
     settings = yaml.safe_load((args.checkpoint / "model_config.yaml").read_text())
     config = full_config(settings, str(args.checkpoint))
-    plan = plan_window(*units_of(config, "int8", 0, config.n_layer, is_starter=True), STEADY_UNITS, None)
+    parts, head = matrices_of(config, "int8", 0, config.n_layer, is_starter=True)
+    plan = plan_window(block_units(parts), head, STEADY_UNITS, None)
     compute_s = 1 / whole["samples"][0]["tokens_per_s"]  # of a frame with a row of each text
     total = sum(unit.n_bytes for unit in plan.units)
     times = [UnitTimes(unit.n_bytes / disk, compute_s * unit.n_bytes / total) for unit in plan.units]

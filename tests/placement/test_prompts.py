@@ -147,6 +147,41 @@ def test_a_node_with_memory_enough_reads_nothing() -> None:
     assert one.read_bytes == 0
 
 
+EXPERTS = ModelConfig.from_litgpt(Config.from_name("Qwen3-30B-A3B", n_layer=8))
+
+
+def test_a_window_reads_the_experts_that_rows_choose() -> None:
+    """An eighth of them is in memory, or as many as a run has found there."""
+    shape = model_shape(EXPERTS, "int4")
+    measured = []
+    for n_texts, hits in ((1, 0.0), (16, 0.0), (1, 0.9)):
+        profile = cluster(
+            node(
+                "n0",
+                block_s=BLOCK_S,
+                head_s=((1, HEAD_S),),
+                disk_read_bytes_s=1e9,
+                window_bytes=1300 * MB,
+                expert_hits=hits,
+            )
+        )
+        windows = NodeWindows(EXPERTS, shape, profile, Workload(n_texts, 64))
+        found = plan(profile, shape, Workload(n_texts, 64), windows=windows, prompt_tokens=60)
+        (one,) = found.nodes
+        window = windows.plan(0, 0, 8)
+        assert window is not None and window.retain == 1 and one.expert_hits is not None
+        assert one.expert_hits == (hits or window.n_expert_slots / (8 * 128))
+        each = window.expert_bytes
+        chosen = 8 * 128 * (1 - (1 - 8 / 128) ** n_texts)
+        assert one.read_bytes == pytest.approx(chosen * each * (1 - one.expert_hits), rel=1e-3)
+        assert one.read_s == pytest.approx(one.read_bytes / 1e9) and "of the chosen experts" in plan_text(found)
+        assert found.first_token is not None
+        prompt = 8 * 128 * (1 - (1 - 8 / 128) ** 60) * each * (1 - one.expert_hits) / 1e9
+        assert found.first_token.seconds > prompt
+        measured.append(one.read_bytes)
+    assert measured[2] < measured[0] < measured[1]
+
+
 def test_windows_that_cannot_be_are_refused() -> None:
     profile, windows = windowed(30)
     with pytest.raises(PlacementError, match="30.0 MB of memory are not enough for n0"):

@@ -113,7 +113,7 @@ class Terms:
 
     def stage_s(self, i: int, start: int, stop: int) -> float:
         prefix = self.prefix_s(i)
-        return max(self.base_s[i] + prefix[stop] - prefix[start], self._cost.reads_s(i, start, stop))
+        return max(self.base_s[i] + prefix[stop] - prefix[start], self._cost.reads_s(i, start, stop, self.n_rows))
 
     def link_s(self, a: int, b: int, cut: int) -> tuple[float, float]:
         """A frame's way from node `a` to node `b` with the rows at a cut, and how long the link is busy with it."""
@@ -165,8 +165,8 @@ class Windows(Protocol):
 
     prompt_rows: int
 
-    def reads_s(self, i: int, start: int, stop: int) -> float:
-        """Seconds in which node `i` reads what one frame needs of the blocks [start, stop) and, on the starter, the head."""
+    def reads_s(self, i: int, start: int, stop: int, n_rows: int) -> float:
+        """Seconds in which node `i` reads what a frame needs of the blocks [start, stop) and, on the starter, the head."""
 
 
 class CostModel:
@@ -230,9 +230,9 @@ class CostModel:
         """The reference block on node `i`, without looking at the cache."""
         return block_s(self.profile.nodes[i], self.shape, n_rows)
 
-    def reads_s(self, i: int, start: int, stop: int) -> float:
+    def reads_s(self, i: int, start: int, stop: int, n_rows: int) -> float:
         """Seconds in which node `i` reads from its disk what a frame needs of these blocks: it computes meanwhile."""
-        return 0.0 if self._windows is None else self._windows.reads_s(i, start, stop)
+        return 0.0 if self._windows is None else self._windows.reads_s(i, start, stop, n_rows)
 
     @property
     def prompt_rows(self) -> int:

@@ -179,6 +179,7 @@ class NodePlan:
 
     Attributes:
         read_bytes, read_s: with a window of weights, what it reads from its disk for each frame.
+        expert_hits: share of the experts that rows choose which are in memory, where they are read one by one.
     """
 
     name: str
@@ -192,6 +193,7 @@ class NodePlan:
     computed_by: str = ""
     read_bytes: int = 0
     read_s: float = 0.0
+    expert_hits: float | None = None
 
     @property
     def left_bytes(self) -> int:
@@ -336,6 +338,7 @@ class PlanReport:
                     "link_s": node.link_s,
                     "read_bytes": node.read_bytes,
                     "read_s": node.read_s,
+                    "expert_hits": node.expert_hits,
                 }
                 for node in self.nodes
             ],
@@ -434,8 +437,11 @@ def _with_windows(
         window, limit = windows.plan(i, node.start, node.stop), cost.profile.nodes[i].window_bytes
         if window is not None:
             memory = replace(node.memory, weights=window.resident_bytes)
-            read_s = windows.reads_s(i, node.start, node.stop)
-            node = replace(node, memory=memory, free_bytes=limit, read_bytes=window.pass_bytes, read_s=read_s)
+            of = i, node.start, node.stop
+            node = replace(
+                node, memory=memory, free_bytes=limit, read_bytes=windows.read_bytes(*of, found.n_rows),
+                read_s=windows.reads_s(*of, found.n_rows), expert_hits=windows.hits(i, window),
+            )  # fmt: skip
         nodes.append(node)
     first = None
     if prompt_tokens is not None:
@@ -579,6 +585,7 @@ def format_plan(report: PlanReport) -> str:
     lines += [
         f"window:   {node.name} keeps {size(node.memory.weights)} of weights, and reads {size(node.read_bytes)} for each frame "
         f"in {duration(node.read_s)}"
+        f"{'' if node.expert_hits is None else f' ({100 * node.expert_hits:.0f} % of the chosen experts are in memory)'}"
         for node in report.nodes
         if node.read_bytes
     ]

@@ -47,6 +47,8 @@ class NodeProfile:
         attention_macs_s: multiplications per second of attention over a prompt, without weights; 0 is unknown, and taken to be
             those of a block with many rows.
         window_bytes: limit of its memory (--memory), with which it reads weights from its disk while computing; 0: none.
+        expert_hits: share of chosen experts that were in memory in a run with this limit, as its report says (`expert_hits` and
+            `expert_misses` of NodeMetrics); 0 is unknown, and experts are taken to be chosen about equally often.
         process_bytes: memory of the process besides weights, caches and activations.
         cached_parts: sha256 of the parts that it has already.
         shared_bytes: what is free of the device for all its processes together, whatever the limits of this one: nodes of one
@@ -77,6 +79,7 @@ class NodeProfile:
     group: Text = ""
     attention_macs_s: Number = 0.0
     window_bytes: Whole = 0
+    expert_hits: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return _plain(dataclasses.asdict(self))

@@ -76,7 +76,7 @@ def stage_s(cost: CostModel, i: int, start: int, stop: int, piece: Piece) -> flo
     found = _rows_s(cost, i, start, whole, piece.start, piece.n_rows)
     if whole < stop and piece.is_last:
         found += _rows_s(cost, i, whole, stop, piece.start + piece.n_rows - 1, 1)
-    return max(found, cost.reads_s(i, start, stop))
+    return max(found, cost.reads_s(i, start, stop, piece.n_rows))
 
 
 def _rows_s(cost: CostModel, i: int, start: int, stop: int, position: int, n_rows: int) -> float:
