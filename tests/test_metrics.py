@@ -68,6 +68,8 @@ def test_json_is_exactly_the_documented_object():
                 "weights_resident_bytes": 0,
                 "weights_read_bytes": 0,
                 "disk_wait_s": 0.0,
+                "expert_hits": 0,
+                "expert_misses": 0,
             }
         ],
         "model": "nano-llama",
