@@ -47,9 +47,9 @@ class MemoryGroup:
 
 
 @contextlib.contextmanager
-def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
+def memory_group(limit_bytes: int, name: str = NAME) -> Iterator[MemoryGroup]:
     """A group with this limit, gone afterwards. Raises OSError where none can be made."""
-    folder = _own_group() / f"{NAME}-{os.getpid()}"
+    folder = _own_group() / f"{name}-{os.getpid()}"
     folder.mkdir()
     try:
         limit = folder / "memory.limit_in_bytes"

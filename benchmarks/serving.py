@@ -64,10 +64,8 @@ def clients(args: argparse.Namespace) -> dict[str, Any]:
                 }
             )
             print(json.dumps(rounds[-1]), flush=True)
-        again = [await complete(port, body(i)) for i in range(0, args.n, max(1, args.n // 16))]
-        n_other = sum(
-            a.text != answers[i].text for i, a in zip(range(0, args.n, max(1, args.n // 16)), again, strict=True)
-        )
+        again = [await complete(port, body(i)) for i in range(args.n)]
+        n_other = sum(a.text != b.text for a, b in zip(again, answers, strict=True))
         for _, writer in silent:
             writer.close()
         return {
@@ -82,26 +80,19 @@ def clients(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def texts(args: argparse.Namespace) -> dict[str, Any]:
-    """Prompts of the same length, so that both sides compute the same."""
-    prompts = [f"Number {i:02}: the ring is closed, and" for i in range(args.n)]
+    """Prompts of the same length, with texts that do not end early, so that both sides compute the same."""
+    prompts = [
+        f"Text {i:02}. A list of all the numbers from one to a thousand: one, two, three," for i in range(args.n)
+    ]
     body = {"max_tokens": args.tokens, "temperature": 0}
 
     def command() -> float:
         flags = [f for prompt in prompts for f in ("--prompt", prompt)]
         run = [sys.executable, str(SRC / "local_ring.py"), "--ckpt", str(args.ckpt), "--nodes", str(args.nodes)]
         run += [
-            *flags,
-            "--n-tokens",
-            str(args.tokens),
-            "--temperature",
-            "0",
-            "--prompt-style",
-            "none",
-            "--draft",
-            "none",
-            "--json",
-            *args.flags,
-        ]
+            *flags, "--n-samples", str(args.n), "--n-tokens", str(args.tokens), "--temperature", "0", "--prompt-style", "none",
+            "--draft", "none", "--json", *args.flags,
+        ]  # fmt: skip
         done = json.loads(subprocess.run(run, capture_output=True, check=True).stdout)
         return float(done["tokens_per_s"])
 

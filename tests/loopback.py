@@ -6,7 +6,7 @@ import contextlib
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -228,7 +228,9 @@ class InProcessRing:
         owner_folder: Callable[[str], str] = str,
         owners: Sequence[str] = (),
         stages: list[Stage] | None = None,
+        hot: Collection[int] = (),  # of nodes whose next one has the same blocks, in `stages`
     ) -> None:
+        self._hot = hot
         cuts = even_cuts(gpt.config.n_layer, n_nodes) if cuts is None else cuts
         self.wire = wire
         self.stages = stages or stages_of(gpt, cuts, max_length=max_length, kv_dtype=kv_dtype)
@@ -305,7 +307,10 @@ class InProcessRing:
         is_last = index == seat.n_nodes - 1
         stage = self.stages[index]
         answer = (lambda task: self._files[index].answer(task, stage.caches)) if self._files else None
-        loop = SecondaryLoop(stage, TensorRows(CPU, torch.float32), ring, is_last, self.wire, answer=answer)
+        is_hot = index in self._hot
+        loop = SecondaryLoop(
+            stage, TensorRows(CPU, torch.float32), ring, is_last, self.wire, answer=answer, is_hot=is_hot
+        )
         self.endings[index] = None
         try:
             loop.run()

@@ -232,6 +232,24 @@ def test_options_name_the_forms_and_each_is_in_the_corpus() -> None:
     assert form_of(None, (), "glm").is_plain
 
 
+@pytest.mark.parametrize("form", ["mistral", "mistral_list"])
+def test_ids_of_other_services_become_such_as_mistrals_templates_take(form: str) -> None:
+    def chat(*ids: Any) -> list[dict[str, Any]]:
+        calls = [{"type": "function", "function": {"name": "look", "arguments": "{}"}, "id": one} for one in ids]
+        results = [{"role": "tool", "content": "a", "tool_call_id": one} for one in ids]
+        return [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+
+    messages = form_named(form).messages
+    assert messages(chat("aB3dE6gH9")) == chat("aB3dE6gH9"), "ids of ours and of the model go back unchanged"
+    _, said, *results = messages(chat("call_1", "toolu_0123456789", "123456-89", ""))
+    made = [call["id"] for call in said["tool_calls"]]
+    assert made == [one["tool_call_id"] for one in results] and len({*made}) == 4
+    assert all(len(one) == 9 and one.isalnum() for one in made)
+    assert messages(chat("call_1"))[2]["tool_call_id"] == made[0], "the same, or no prefix would be kept"
+    without = [{"role": "assistant", "tool_calls": [{"function": {"name": "look"}}]}, {"role": "tool", "content": "a"}]
+    assert len(messages(without)[0]["tool_calls"][0]["id"]) == 9 and messages(without)[1] == without[1]
+
+
 def test_a_model_that_goes_on_with_the_result_of_its_call_is_ended() -> None:
     made = Tokenizer(models.BPE({"a": 0}, []))
     made.add_special_tokens([AddedToken(one, special=True) for one in ("<|tool_call>", "<|tool_response>", "<eos>")])

@@ -66,6 +66,26 @@ def test_the_first_token_of_a_prompt_and_windows(capsys: pytest.CaptureFixture[s
     assert "a sequence has 100 tokens at most" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("disk", "said"),
+    [(80e6, "read, which is faster"), (1e3, "computed, which is faster"), (0.0, "nobody knows how fast the disks are")],
+)
+def test_a_prompt_that_was_kept(disk: float, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    known = boards().to_json()
+    for node in known["nodes"]:
+        node["disk_read_bytes_s"] = disk
+    (path := tmp_path / "cluster.json").write_text(json.dumps(known))
+    flags = ["--profiles", str(path), "--config", "tiny-llama-1.1b", "--quantize", "int8", "--kv-dtype", "fp16"]
+    assert launch("plan", flags) == 0 and "prefixes:" not in capsys.readouterr().out
+    assert launch("plan", [*flags, "--keep-prefixes", "1G"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("prefixes:")]
+    assert said in line
+    assert launch("plan", [*flags, "--keep-prefixes", "1G", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["first_token"]
+    assert first["kept_bytes"] == 512 * 22 * 2 * 4 * 64 * 2  # keys and values of 4 groups in 22 blocks
+    assert first["read_s"] == (pytest.approx(first["kept_bytes"] / disk) if disk else None)
+
+
 def test_clients(capsys: pytest.CaptureFixture[str], profiles: str) -> None:
     flags = ["--profiles", profiles, "--config", "tiny-llama-1.1b", "--quantize", "int8"]
     assert launch("plan", [*flags, "--aim", "clients", "--per-client", "2048:2", "--json"]) == 0

@@ -88,7 +88,10 @@ def next_in_gguf(source: LitCheckpoint) -> dict[str, np.ndarray]:
     }
 
 
-def write_next(path: Path, source: LitCheckpoint) -> Path:
+def write_next(
+    path: Path, source: LitCheckpoint, changes: dict[str, int] | None = None, more: dict[str, np.ndarray] | None = None
+) -> Path:
+    """One file, with other numbers in some fields, and more tensors."""
     writer, arch = gguf.GGUFWriter(path, "qwen3next"), "qwen3next"
     numbers = {
         "block_count": 4, "embedding_length": 64, "attention.head_count": 4, "attention.head_count_kv": 2,
@@ -97,12 +100,12 @@ def write_next(path: Path, source: LitCheckpoint) -> Path:
         "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 32,
         "feed_forward_length": 80, "full_attention_interval": 4, "vocab_size": 96,
     }  # fmt: skip
-    for key, value in numbers.items():
+    for key, value in {**numbers, **(changes or {})}.items():
         writer.add_uint32(f"{arch}.{key}", value)
     writer.add_float32(f"{arch}.rope.freq_base", 10000.0)
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 2.0**-20)
     writer.add_tokenizer_model("none")
-    for name, array in next_in_gguf(source).items():
+    for name, array in {**next_in_gguf(source), **(more or {})}.items():
         writer.add_tensor(name, np.ascontiguousarray(array))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

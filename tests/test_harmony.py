@@ -6,7 +6,7 @@ import asyncio
 import functools
 import io
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -344,7 +344,7 @@ def answered(folder: Path, written: str, reason: str, **body: Any) -> tuple[dict
         answers.append(found)
 
     api = SimpleNamespace(engine=engine_that_says(written, reason), observe=[], quotas=Quotas(()))
-    exchange = SimpleNamespace(key=None, push=push, end=end, answer=answer)
+    exchange = SimpleNamespace(key=None, push=push, end=end, answer=answer, kept_alive=nullcontext)
 
     async def both() -> None:
         try:

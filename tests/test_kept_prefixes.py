@@ -17,7 +17,8 @@ import pytest
 from litgpt.model import GPT
 
 from families import config_of, greedy, model_of, prompt, random_gpt
-from loopback import DEADLINE_S, InProcessRing, Text, ring_of
+from guessing import Bold, of_two_tokens
+from loopback import DEADLINE_S, InProcessRing, Text, ring_of, stages_of
 from mdi.engine import kept_prefixes
 from mdi.engine.cohort import Beams
 from mdi.engine.kept_prefixes import KeptFiles, Secrets
@@ -26,6 +27,8 @@ from mdi.engine.prefix_tasks import KEEP, PrefixTask
 from mdi.engine.sequence import SamplingParams
 from mdi.kernels.stage_caches import CacheRun, Piece
 from mdi.model.caches import PAGE, CacheClass, PageClass
+from mdi.net.keys import KeyFile, new_secret, write_keys
+from mdi.stages.torch_stage import Stage
 
 GREEDY = SamplingParams(n_tokens=12, temperature=0)
 LLAMA, GEMMA, LATENT = "Llama-3.1-8B", "Gemma-3-1b-it", "deepseek-v3-shape"
@@ -37,13 +40,13 @@ def owner_folder(owner: str) -> str:
 
 @contextmanager
 def kept(
-    folders: list[Path], limit_bytes: int = 1 << 30, free: Callable[[], int] | None = None
+    folders: list[Path], limit_bytes: int = 1 << 30, free: Callable[[], int] | None = None, keys: KeyFile | None = None
 ) -> Iterator[list[KeptFiles]]:
-    """The files of nodes, each with a folder."""
+    """The files of nodes, each with a folder; without the keys of a cluster, each with a key."""
     with ExitStack() as stack:
         nodes = []
         for folder in folders:
-            files = KeptFiles(folder, limit_bytes, Secrets(folder, None), free or (lambda: 1 << 40), bytes_per_s=1e12)
+            files = KeptFiles(folder, limit_bytes, Secrets(folder, keys), free or (lambda: 1 << 40), bytes_per_s=1e12)
             stack.callback(files.close)
             nodes.append(files)
         yield nodes
@@ -111,19 +114,23 @@ def test_a_text_of_several_runs_with_windows_is_found_by_its_end(n_nodes: int, t
 
 
 @contextmanager
-def kept_text(family: str, n_nodes: int, folders: list[Path], n: int = 110) -> Iterator[list[int]]:
+def kept_text(
+    family: str, n_nodes: int, folders: list[Path], n: int = 110, keys: KeyFile | None = None
+) -> Iterator[list[int]]:
     """A text and its answer, which nodes that have ended meanwhile have kept."""
     ids = prompt(n, 1)
-    with kept(folders) as files, ring(family, n_nodes, files) as made:
+    with kept(folders, keys=keys) as files, ring(family, n_nodes, files) as made:
         text = ask(made, ids)
         made.keep()
     yield [*ids, *text.ids]
 
 
-def check_next_turn(family: str, n_nodes: int, folders: list[Path], before: list[int], **kwargs: object) -> int:
+def check_next_turn(
+    family: str, n_nodes: int, folders: list[Path], before: list[int], keys: KeyFile | None = None, **kwargs: object
+) -> int:
     """The next turn over nodes that have just begun; how many of its tokens were not computed."""
     gpt, ids = model_of(family), [*before, *prompt(20, 2)]
-    with kept(folders) as files, ring(family, n_nodes, files, **kwargs) as made:
+    with kept(folders, keys=keys) as files, ring(family, n_nodes, files, **kwargs) as made:
         assert ask(made, ids).ids == greedy(gpt, ids, 12)
         return made.engine.n_reused
 
@@ -133,6 +140,74 @@ def test_another_cut_finds_the_files_of_its_blocks(tmp_path: Path) -> None:
     with kept_text(LLAMA, 2, [shared] * 2) as before:
         assert check_next_turn(LLAMA, 3, [shared] * 3, before) == 96
         assert check_next_turn(LLAMA, 1, [shared], before) == 96
+
+
+@pytest.fixture
+def cluster_key(tmp_path: Path) -> KeyFile:
+    write_keys(tmp_path / "cluster", (new_secret(),))
+    return KeyFile(tmp_path / "cluster")
+
+
+@pytest.mark.parametrize("family", [LLAMA, GEMMA])
+def test_after_another_cut_nodes_get_what_they_lack_from_those_that_have_it(
+    family: str, tmp_path: Path, cluster_key: KeyFile
+) -> None:
+    folders = folders_of(tmp_path, 3)
+    with kept_text(family, 3, folders, keys=cluster_key) as before:
+        n_files = len(all_files(folders))
+        n_layer = model_of(family).config.n_layer
+        moved = {"keys": cluster_key, "cuts": (1, n_layer - 1)}
+        assert check_next_turn(family, 3, folders, before, **moved) == 96
+        names = [path.name for path in all_files(folders)]
+        assert len(names) > n_files == len(set(names)), "they are copied"
+        assert {path.parent.name for path in all_files(folders)} == {owner_folder("a")}
+        for path in all_files(folders[:1]):
+            path.unlink()
+        assert check_next_turn(family, 2, folders[1:], before, **moved | {"cuts": (n_layer - 1,)}) == 0, (
+            "block 0 is lost, and the starter has files of later ones"
+        )
+
+
+def test_files_travel_in_several_rounds_and_only_as_they_are(
+    tmp_path: Path, cluster_key: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is too large stays where it is; what cannot be opened with the own key, or was changed, is not taken."""
+    folders, n_layer = folders_of(tmp_path, 2), model_of(LLAMA).config.n_layer
+    with kept_text(LLAMA, 2, folders, keys=cluster_key) as before:
+        sizes = [path.stat().st_size for path in all_files(folders)]
+        cuts = (n_layer - 1,)
+        monkeypatch.setattr(kept_prefixes, "FETCH_BYTES", min(sizes) - 1)
+        assert check_next_turn(LLAMA, 2, folders, before, keys=cluster_key, cuts=cuts) == 0
+        assert [path.stat().st_size for path in all_files(folders)] == sizes
+        assert check_next_turn(LLAMA, 2, folders, before, cuts=cuts) == 0, "another key"
+        for path in all_files(folders):
+            path.unlink()
+    with kept_text(LLAMA, 2, folders, keys=cluster_key) as before:
+        monkeypatch.setattr(kept_prefixes, "FETCH_BYTES", max(sizes))
+        whole = {path: path.read_bytes() for path in all_files(folders)}
+        for path, data in whole.items():
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        assert check_next_turn(LLAMA, 2, folders, before, keys=cluster_key, cuts=cuts) == 0
+        assert set(all_files(folders)) <= set(whole), "nothing damaged is copied"
+        for path, data in whole.items():
+            path.write_bytes(data)
+        with kept(folders, keys=cluster_key) as files, ring(LLAMA, 2, files, cuts=cuts) as made:
+            ids = [*before, *prompt(20, 2)]
+            assert ask(made, ids).ids == greedy(model_of(LLAMA), ids, 12)
+            assert made.engine.n_reused == 96 and made.tasks.qsize() > 4, "FIND, several FETCH, FIND, FILL"
+
+
+def test_a_disk_that_takes_no_file_of_others(tmp_path: Path, cluster_key: KeyFile) -> None:
+    folders, n_layer = folders_of(tmp_path, 2), model_of(LLAMA).config.n_layer
+    with kept_text(LLAMA, 2, folders, keys=cluster_key) as before:
+        ids, n_files = [*before, *prompt(20, 2)], len(all_files(folders))
+        with (
+            kept(folders, keys=cluster_key, free=lambda: 0) as files,
+            ring(LLAMA, 2, files, cuts=(n_layer - 1,)) as made,
+        ):
+            assert ask(made, ids).ids == greedy(model_of(LLAMA), ids, 12)
+            assert made.engine.n_reused == 0 and made.tasks.qsize() < 5, "it is asked once"
+        assert len(all_files(folders)) <= n_files
 
 
 def test_a_node_without_files_and_other_numbers_take_nothing(tmp_path: Path) -> None:
@@ -248,6 +323,44 @@ def test_several_texts_and_beams_of_one_prompt_wait_for_what_is_read(tmp_path: P
         assert [text.ids for text in found] == [text.ids for text in alone]
 
 
+def test_guesses_and_drawn_texts_behind_what_is_read_are_those_of_a_text_that_is_computed_anew(tmp_path: Path) -> None:
+    folders = folders_of(tmp_path, 2)
+    with kept_text(LLAMA, 2, folders, n=70) as before:
+        ids = [*before, *prompt(3, 4)]
+        asked = [of_two_tokens(SamplingParams(n_tokens=60, temperature=0), 3, 4)]
+        asked += [SamplingParams(n_tokens=12, temperature=1.0, seed=seed) for seed in (1, 2, 3)]
+        found, n_reused = [], []
+        for where, guesser in ((folders, Bold()), (folders_of(tmp_path / "none", 2), None)):
+            with kept(where) as files, ring(LLAMA, 2, files) as made:
+                made.engine.speculation = guesser
+                texts = [Text(made.engine.submit(ids, params, owner="a")) for params in asked]
+                made.run()
+                found.append([text.ids for text in texts])
+                n_reused.append(made.engine.n_reused)
+                assert guesser is None or made.engine.guesses[1] > 0, "no guess was right"
+        assert found[0] == found[1] and len({tuple(one) for one in found[0]}) == 4
+        assert n_reused[0] == n_reused[1] + 64
+
+
+@pytest.mark.parametrize("family", [LLAMA, GEMMA])
+def test_a_hot_spare_keeps_what_its_node_keeps_and_takes_its_place(family: str, tmp_path: Path) -> None:
+    """Both get the frames of their blocks, tasks among them."""
+    gpt, ids, folders = model_of(family), prompt(110, 1), folders_of(tmp_path, 3)
+    cut = (gpt.config.n_layer // 2,)
+
+    def stages() -> list[Stage]:
+        return [*stages_of(gpt, cut), stages_of(gpt, cut)[1]]
+
+    with kept(folders) as files, ring(family, 3, files, stages=stages(), hot=(1,)) as made:
+        text = ask(made, ids)
+        made.keep()
+    before = [*ids, *text.ids]
+    names = [[path.name for path in all_files([folder])] for folder in folders]
+    assert text.ids == greedy(gpt, ids, 12) and names[1] == names[2] != names[0]
+    assert check_next_turn(family, 3, folders, before, stages=stages(), hot=(1,)) == 96
+    assert check_next_turn(family, 2, [folders[0], folders[2]], before, cuts=cut) == 96, "the node was lost"
+
+
 def test_what_another_turn_may_go_on_from_stays_in_memory_at_the_end_of_a_prompt(tmp_path: Path) -> None:
     """A model with windows: from the end of its answer the text could not be cut to the end of its prompt."""
     gpt, ids = model_of(GEMMA), prompt(70, 1)
@@ -342,7 +455,8 @@ class MadeUp:
         rows = np.zeros((stop - start, 8), np.float32)
         return CacheRun(start, stop, self.cache_type, {i: Piece(start, (rows,)) for i in wanted})
 
-    def fill(self, seq_id: int, run: CacheRun) -> None: ...
+    def fill(self, seq_id: int, run: CacheRun) -> None:
+        assert all(run.blocks[i].first == 0 for i in self._blocks)
 
     def free(self, seq_id: int) -> None: ...
 

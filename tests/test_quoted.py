@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,33 @@ def test_marks_in_any_field_of_a_message_are_letters() -> None:
     found, _, cut = Quotes(["<s>"]).quoted(messages("<s>"))
     assert cut and found == messages(f"<{cut}s>")
     assert "<s>" not in json.dumps(found)
+
+
+def test_no_name_stays_whole_where_names_overlap() -> None:
+    """Names of few letters: one ends where another begins, lies in another, repeats itself, or begins like another."""
+    chance = random.Random(5)
+    n_overlapping = 0
+    for _ in range(300):
+        names = ["".join(chance.choices("<a|>", k=chance.randint(2, 6))) for _ in range(chance.randint(2, 6))]
+        text = "".join(chance.choice([*names, *(name[1:] for name in names), "a", "\n"]) for _ in range(12))
+        begins = [i for i in range(len(text)) if text.startswith(tuple(names), i)]
+        n_overlapping += any(b - a < max(map(len, names)) for a, b in zip(begins, begins[1:], strict=False))
+        quotes = Quotes(names)
+        cut = "\ue000"
+        for pieces in (quotes.pieces(text), quotes.marked(text, cut).split(cut)):
+            assert "".join(pieces) == text
+            assert not [name for name in names for piece in pieces if name in piece], (names, text)
+    assert n_overlapping > 200
+
+
+def test_overlapping_names_are_letters_to_the_tokenizer(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts", TEMPLATE + "{# <result><more> <more>x #}")
+    made = tokenizer().from_str(tokenizer().to_str())
+    made.add_tokens(["<result><more>", "<more>x"])
+    made.save(str(folder / "tokenizer.json"))
+    ids = prompt(folder, {"role": "user", "content": "a <result><more>x b"})
+    assert not {made.token_to_id("<result><more>"), made.token_to_id("<more>x")} & {*ids}
+    assert "a <result><more>x b" in made.decode(ids, skip_special_tokens=False)
 
 
 def test_no_character_is_taken_for_the_cut_that_anything_has() -> None:

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from mdi.checkpoint.hfconfig import derive_config
 from mdi.cli import launch
 from mdi.errors import UsageError
 from mdi.run.journal import find_run, read_record, runs_in
 from processes import DEADLINE_S, Cluster, Spawn, Starter, wait_for_tokens
+from test_own_families import random_checkpoint
+from tiny_checkpoint import VOCAB, tokenizer
 
 RUN = ("--prompt-style", "none", "--n-tokens", 500, "--n-samples", 3, "--temperature", 0.9, "--seed", 5)
 
@@ -33,19 +36,36 @@ def wait_until_written(folder: Path, n_tokens: int) -> None:
         threading.Event().wait(0.02)
 
 
-@pytest.mark.parametrize("is_guessed", [False, True])
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose blocks have states, all but every third one; no token ends its texts."""
+    sizes = {
+        "model_type": "qwen3_5_text", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 6, "vocab_size": VOCAB,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "full_attention_interval": 3, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "tie_word_embeddings": False,
+        "max_position_embeddings": 1024,
+    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("ckpt") / "states"
+    random_checkpoint(derive_config(sizes, "states", Path("config.json")), folder)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "is_guessed"), [("endless", False), ("endless", True), ("states", True)])
 def test_a_run_whose_starter_was_killed_goes_on(
     ring: Cluster,
-    endless: Path,
+    request: pytest.FixtureRequest,
     spawn: Spawn,
     starter: Starter,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    name: str,
     is_guessed: bool,
 ) -> None:
-    folder = tmp_path / "runs"
-    guesses = ("--draft", endless) if is_guessed else ()  # the model itself: all guesses are right
-    first = spawn("starter", "--ckpt", endless, "--nodes-config", ring.path, *RUN, *guesses, "--run-dir", folder)
+    folder, model = tmp_path / "runs", request.getfixturevalue(name)
+    guesses = ("--draft", model) if is_guessed else ()  # the model itself: all guesses are right
+    first = spawn("starter", "--ckpt", model, "--nodes-config", ring.path, *RUN, *guesses, "--run-dir", folder)
     wait_until_written(folder, 5)
     first.signal(signal.SIGKILL)
     first.wait()
@@ -53,14 +73,14 @@ def test_a_run_whose_starter_was_killed_goes_on(
     assert all(5 <= len(text.ids) < 500 for text in before)
     capsys.readouterr()
     assert launch("starter", ["--resume", "--run-dir", str(folder)]) == 0
-    assert "endless: 0 of 3 texts ended" in capsys.readouterr().out
+    assert f"{name}: 0 of 3 texts ended" in capsys.readouterr().out
     status = launch("starter", ["--resume", "last", "--run-dir", str(folder), "--json"])
     printed = capsys.readouterr()
     assert status == 0, printed.err
     ids = [sample["token_ids"] for sample in json.loads(printed.out)["samples"]]
     assert [text.ids for text in before] == [one[: len(text.ids)] for one, text in zip(ids, before, strict=True)]
     assert not runs_in(folder) and not list(folder.iterdir())
-    assert ids == starter(endless, ring.path, *RUN, "--no-journal").token_ids
+    assert ids == starter(model, ring.path, *RUN, "--no-journal").token_ids
 
 
 def test_a_search_whose_starter_was_killed_begins_again(

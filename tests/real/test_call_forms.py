@@ -18,6 +18,7 @@ from real.answers import published
 from real.cases import TOOLS, answer, user
 from real.published import FILES
 from real.test_answers import rendered, source_of, taken_apart
+from real.test_tokenizers import qwen_3_6, vocabulary
 
 # By forms, their templates, and with what a call ends.
 TEMPLATES = {
@@ -46,7 +47,12 @@ CASES = [(form, name) for form, (_, names) in TEMPLATES.items() for name in name
 REFUSED = {"Kimi-K2-Instruct": "kimi_k2", "Kimi-K2-Thinking": "kimi_k2"}
 ARGUMENTS = [{"city": "Zürich 🙂", "days": 2}, {"city": "a <b>"}]
 IDS = ["abcdefghi", "jklmnopqr"]
-TOKENIZERS = {"Qwen-Qwen3-0.6B": "qwen3", "Qwen3-Coder": "qwen3", "meta-llama-Llama-3.1-8B-Instruct": "llama3_1"}
+TOKENIZERS = [
+    ("Qwen-Qwen3-0.6B", "qwen3"), ("Qwen3-Coder", "qwen3"), ("Qwen3.5-4B", "qwen3"), ("Qwen3.5-4B", "qwen3_6"),
+    ("google-gemma-4-31B-it", "gemma-4"), ("google-gemma-4-31B-it-interleaved", "gemma-4"),
+    ("google-gemma-4-31B-it", "gemma3"),  # which has none of the marks as a token
+    ("meta-llama-Llama-3.1-8B-Instruct", "llama3_1"),
+]  # fmt: skip
 
 
 def template(name: str) -> str:
@@ -89,11 +95,16 @@ def test_what_a_template_writes_of_calls_is_read(form: str, name: str) -> None:
         assert [one for one in events if isinstance(one, Call)] == expected(form, name, n), at
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_calls_are_read_from_the_ids_of_a_models_own_tokenizer(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "tokenizer"), TOKENIZERS)
+def test_calls_are_read_from_the_ids_of_published_tokenizers(name: str, tokenizer: str, tmp_path: Path) -> None:
     form = next(form for form, one in CASES if one == name)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / file).symlink_to(published(f"tokenizers/{TOKENIZERS[name]}/{file}"))
+    if tokenizer == "qwen3_6":
+        qwen_3_6(tmp_path)
+    elif tokenizer == "gemma-4":
+        vocabulary(tokenizer, tmp_path)
+    else:
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / file).symlink_to(published(f"tokenizers/{tokenizer}/{file}"))
     codec = TextCodec.from_checkpoint(tmp_path, "none")
     found = form_of(template(name), codec.special_marks.values())
     n = 1 if form == "llama3" else 2

@@ -220,8 +220,11 @@ def streams() -> dict:
         url = f"http://127.0.0.1:{server.server_port}"
         with openai.OpenAI(base_url=f"{url}/v1", api_key="a").responses.stream(model="m", input="a") as stream:
             response = stream.get_final_response()
-        client = anthropic.Anthropic(base_url=url, api_key="a")
         user = {"role": "user", "content": "a"}
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="a")
+        chunks = list(client.chat.completions.create(model="m", messages=[user], stream=True))
+        texts = list(client.completions.create(model="m", prompt="a", stream=True))
+        client = anthropic.Anthropic(base_url=url, api_key="a")
         with client.messages.stream(model="m", max_tokens=9, messages=[user]) as stream:
             message = stream.get_final_message()
         lines = list(ollama_client.Client(url).chat("m", [user], stream=True))
@@ -230,6 +233,8 @@ def streams() -> dict:
     calls = [[one.function.name, one.function.arguments] for message in said for one in message.tool_calls or []]
     thinking, content = ("".join(getattr(message, name) or "" for message in said) for name in ("thinking", "content"))
     return {
+        "chat": "".join(one.choices[0].delta.content or "" for one in chunks),
+        "prompt": "".join(one.choices[0].text for one in texts),
         "ollama": [thinking, content, calls, lines[-1].done_reason],
         "responses": [one.model_dump(exclude_none=True) for one in response.output],
         "messages": [one.model_dump(exclude_none=True) for one in message.content], "stop": message.stop_reason,

@@ -80,6 +80,19 @@ def test_what_a_foreign_web_page_sends_is_refused_unread(path: str, headers: dic
     assert (asked.status, asked.was_read) == (status, False) and asked.json["error"]["message"]
 
 
+def test_clients_in_a_page_that_may_ask_send_headers_of_their_own_and_read_when_to_ask_again() -> None:
+    settings, page = ServeSettings(origins=("http://friend.example",)), "http://friend.example"
+    wanted = {"access_control_request_method": "POST", "access_control_request_headers": "authorization,x-stainless-os"}
+    asked = Asked("OPTIONS", "/v1/chat/completions", settings, origin=page, **wanted)
+    assert asked.status == 200 and asked.headers["access-control-allow-origin"] == page
+    assert "x-stainless-os" in asked.headers["access-control-allow-headers"]
+    told = Asked("GET", "/v1/models", settings, origin=page)
+    assert told.status == 503 and told.headers["retry-after"]
+    assert told.headers["access-control-expose-headers"] == "retry-after"
+    other = Asked("OPTIONS", "/v1/chat/completions", settings, origin="http://evil.example", **wanted)
+    assert other.status == 400 and "access-control-allow-origin" not in other.headers
+
+
 @pytest.mark.parametrize(
     "kind", [None, "application/json", "application/json; charset=utf-8", "application/octet-stream"]
 )

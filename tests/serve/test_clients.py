@@ -12,6 +12,8 @@ import pytest
 from test_surfaces import asked
 
 from conftest import KEYS, ROOT, SMALL_KEY, Server
+from mdi.serve.chat import CHATS as OPENAI_CHATS
+from mdi.serve.completions import COMPLETIONS
 from mdi.serve.conversation import signature_of
 from mdi.serve.embeddings import EmbeddingFields, EmbedFields
 from mdi.serve.messages import MESSAGES, MessageFields
@@ -42,6 +44,13 @@ def told(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         )[1],
         "/api/chat": asked(texts, CHATS, {"messages": [USER], "tools": [{"function": look}]}, written, "eos")[1],
     }
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr("mdi.serve.endpoint.SIGN_S", 0.05)
+        for path, surface, body in (
+            ("chat/completions", OPENAI_CHATS, {"messages": [USER]}),
+            ("completions", COMPLETIONS, {"prompt": "a"}),
+        ):
+            made[f"/v1/{path}"] = asked(texts, surface, {**body, "stream": True}, f"{FINAL}Yes.", "eos+0.3")[1]
     (folder / "streams").write_text(json.dumps({path: data.decode() for path, data in made.items()}))
     env = {
         **os.environ,
@@ -50,7 +59,8 @@ def told(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "MDI_OLLAMA": f"http://127.0.0.1:{server.ollama_port}",
         "MDI_KEY": KEYS[0],
     }
-    return said_by(PROGRAM, env)
+    sent = [made["/v1/chat/completions"], made["/v1/completions"]]
+    return {**said_by(PROGRAM, env), "sent": sent}
 
 
 def said_by(program: Path, env: dict[str, str]) -> dict[str, Any]:
@@ -103,6 +113,11 @@ def test_reasoning_words_and_calls_are_what_the_clients_make_of_streams(told: di
     assert text["text"] == "So:" and (use["name"], use["input"]) == ("look", {"at": "Zürich"})
     assert told["streams"]["stop"] == "tool_use"
     assert told["streams"]["ollama"] == ["Hm.", "So:", [["look", {"at": "Zürich"}]], "stop"]
+
+
+def test_openais_client_leaves_comments_out(told: dict[str, Any]) -> None:
+    assert b"\n: waiting\n" in told["sent"][0] and told["sent"][1].startswith(b": waiting\n")
+    assert told["streams"]["chat"] == "Yes." and told["streams"]["prompt"].endswith("Yes.")
 
 
 def test_models_and_counts(told: dict[str, Any]) -> None:

@@ -193,6 +193,21 @@ def test_only_a_first_block_that_changes_with_each_request_is_left_out(system: A
     assert [turn.content for turn in turns] == ([said] if said else []) + [BILLING]
 
 
+def test_parts_of_results_that_are_no_texts_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """A search for tools answers with their names, which the client's next request has among its tools."""
+    api_errors.tell_once.cache_clear()
+    parts = [{"type": "tool_reference", "tool_name": "look"}, {"type": "text", "text": "there"}]
+    for content, told in ((parts, "there"), (parts[:1], "")):
+        result = {"type": "tool_result", "tool_use_id": "call_1", "content": content}
+        said = [*SAID[:3], {"role": "user", "content": [result]}]
+        with caplog.at_level(logging.WARNING):
+            *_, turn = MessageRequest({**BODY, "messages": said}).conversation.turns
+        assert (turn.role, turn.content) == ("tool", told)
+    assert [one.message for one in caplog.records] == [
+        "blocks of /v1/messages of these kinds are left out: tool_reference"
+    ]
+
+
 def test_what_claude_code_sends_is_read(caplog: pytest.LogCaptureFixture) -> None:
     api_errors.tell_once.cache_clear()
     tools = [

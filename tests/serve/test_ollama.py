@@ -89,7 +89,7 @@ def test_lines_make_the_whole_answer(
     whole = json.loads(data)
     assert checked_end(whole) == checked_end(last) == done_reason
     assert whole["prompt_eval_count"] == last["prompt_eval_count"] > 10 and whole["eval_count"] == last["eval_count"]
-    assert whole["eval_count"] <= len(ids_of(written))
+    assert whole["eval_count"] <= len(ids_of(written)) and whole["cached_tokens"] == last["cached_tokens"] == 0
     if surface is CHATS:
         assert whole["message"] == {"role": "assistant", **expected}
     else:

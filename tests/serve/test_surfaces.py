@@ -14,6 +14,7 @@ import pytest
 
 from mdi.serve.api_errors import ApiError
 from mdi.serve.chat import CHATS, Chat
+from mdi.serve.completions import COMPLETIONS
 from mdi.serve.conversation import Conversation, Turn
 from mdi.serve.endpoint import Answers, Endpoint, Exchange, Surface
 from mdi.serve.messages import MESSAGES, MessageRequest
@@ -121,6 +122,44 @@ def test_openais_stream_says_an_error_and_ends(tmp_path: Path) -> None:
     assert json.loads(error[6:])["error"]["code"] == "engine_memory" and (done, rest) == (b"data: [DONE]", b"")
 
 
+ASKED = {"messages": [{"role": "user", "content": "Where?"}], "stream": True}
+PROMPT = {"prompt": "Where?", "stream": True}
+
+
+BOTH = pytest.mark.parametrize(("surface", "body"), [(CHATS, ASKED), (COMPLETIONS, PROMPT)], ids=["chat", "prompt"])
+
+
+@BOTH
+def test_openais_streams_have_comments_while_a_prompt_is_computed(
+    surface: Surface, body: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, written = write_texts(tmp_path / "texts"), f"{FINAL}Yes.<|return|>"
+    begins, quiet = asked(folder, surface, body, written, "eos+0.3")
+    assert b"\n:" not in quiet and not quiet.startswith(b":"), "not at once"
+    monkeypatch.setattr("mdi.serve.endpoint.SIGN_S", 0.05)
+    same_begins, data = asked(folder, surface, body, written, "eos+0.3")
+    *events, done, rest = data.split(b"\n\n")
+    assert begins == same_begins and [event.startswith(b":") for event in events[:2]] == [True, True]
+    kept = [event for event in events if not event.startswith(b":")]
+    assert len(kept) == quiet.count(b"data: {") and (done, rest) == (b"data: [DONE]", b"")
+    _, whole = asked(folder, surface, {**body, "stream": False}, written, "eos+0.3")
+    assert json.loads(whole)["choices"], "an answer in one piece has none"
+
+
+@BOTH
+def test_an_error_has_its_status_until_something_was_sent(
+    surface: Surface, body: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_texts(tmp_path / "texts")
+    begins, data = asked(folder, surface, body, "", "memory+0.3")
+    assert begins == [(500, b"application/json")] and json.loads(data)["error"]["code"] == "engine_memory"
+    monkeypatch.setattr("mdi.serve.endpoint.SIGN_S", 0.05)
+    begins, data = asked(folder, surface, body, "", "memory+0.3")
+    first, *_, error, done, rest = data.split(b"\n\n")
+    assert [status for status, _ in begins] == [200] and first.startswith(b":")
+    assert json.loads(error[6:])["error"]["code"] == "engine_memory" and (done, rest) == (b"data: [DONE]", b"")
+
+
 @pytest.mark.parametrize("reason", ["eos", "length"])
 def test_a_call_ends_a_chat_as_a_call_only_if_it_was_not_cut_off(reason: str, tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "Where?"}], "tools": [TOOL]}
@@ -140,6 +179,9 @@ def test_a_silent_stream_gets_signs_of_life_until_it_ends(monkeypatch: pytest.Mo
     async def scenario() -> None:
         exchange = Exchange({"type": "http"}, cast(Any, None), send)
         await exchange.push(b"first")
+        async with exchange.kept_alive(None):
+            await asyncio.sleep(0.5)
+        assert sent == [b"", b"first"], "an answer in one piece has none"
         async with exchange.kept_alive(lambda: b"alive"):
             for _ in range(20):  # one that says something gets none
                 await asyncio.sleep(0.01)

@@ -7,7 +7,7 @@ import itertools
 import json
 import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -168,7 +168,7 @@ def answered(events: Sequence[TextEvent], is_streamed: bool) -> tuple[list[Any],
     codec = SimpleNamespace(token_bytes=lambda i: bytes([97 + i]), drawing=OWN)
     model = SimpleNamespace(codec=codec, context=99, name="one", asked_name="one", adapter="")
     api = SimpleNamespace(engine=SimpleNamespace(generate=generate), observe=[], quotas=Quotas(()))
-    exchange = SimpleNamespace(key=None, push=push, end=end, answer=answer)
+    exchange = SimpleNamespace(key=None, push=push, end=end, answer=answer, kept_alive=nullcontext)
     job = Spelling({"prompt": "a", "stream": is_streamed, "logprobs": 1})
     asyncio.run(COMPLETIONS.answer(job, cast(Any, api), cast(Any, model), cast(Any, exchange)))
     return answers, sent

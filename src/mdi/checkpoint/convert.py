@@ -23,6 +23,7 @@ from mdi.checkpoint.disk_space import check_disk, free_bytes
 from mdi.checkpoint.folder import (
     CONFIG_FILE,
     POOLING_FILES,
+    PREDICTING_FILE,
     TOKENIZER_FILES,
     WEIGHT_FILES,
     is_hf_dir,
@@ -30,6 +31,7 @@ from mdi.checkpoint.folder import (
     weight_files,
 )
 from mdi.checkpoint.hffolder import HfFolder
+from mdi.checkpoint.predicting import write_predicting
 from mdi.checkpoint.quantized import read_quantization
 from mdi.checkpoint.records import read_kept
 from mdi.checkpoint.shapes import check_tensors
@@ -59,7 +61,7 @@ def convert(
     path: str | Path, model_name: str | None = None, dtype: str | None = None, progress: bool = True,
     target: Path | None = None, clips: bool = False,
 ) -> Path:  # fmt: skip
-    """Write model_config.yaml and lit_model.pth of a Hugging Face checkpoint.
+    """Write model_config.yaml and lit_model.pth of a Hugging Face checkpoint, and blocks that predict further tokens.
 
     Args:
         path: its directory.
@@ -87,6 +89,8 @@ def convert(
     source: WeightSource = folder if dtype is None else CastSource(folder, dtype, clips)
     is_tied = folder.tensor_pieces[HEAD] == folder.tensor_pieces[EMBEDDING]
     needed = sum(spec.n_bytes for name, spec in source.specs.items() if not (name == HEAD and is_tied))
+    if (predicting := source.predicting()) is not None:
+        needed += sum(spec.n_bytes for spec in predicting.specs.values())
     check_disk(out, needed, "converting", CheckpointError)
     weights = out / WEIGHT_FILES[0]
     unfinished = weights.with_name(weights.name + ".part")
@@ -96,6 +100,9 @@ def convert(
         check_tensors(folder.config, written.specs, folder.part_names(), str(directory))
         written.release()
         _sync(unfinished)
+        (out / PREDICTING_FILE).unlink(missing_ok=True)  # of another model
+        if predicting is not None:
+            write_predicting(predicting, out / PREDICTING_FILE)
         _write_config(out, folder.config)
         os.replace(unfinished, weights)
     except (OSError, RuntimeError) as e:  # torch's writer says RuntimeError when the disk is full

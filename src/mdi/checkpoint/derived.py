@@ -49,6 +49,10 @@ class CastSource(DerivedSource):
     def same_as(self, name: str) -> str:
         return self._source.same_as(name)
 
+    def predicting(self) -> WeightSource | None:
+        found = self._source.predicting()
+        return None if found is None else CastSource(found, self.dtype, self._clips)
+
     def _cast(self, name: str, stored: np.ndarray) -> np.ndarray:
         spec, code = self._source.specs[name], self.specs[name].dtype
         if spec.dtype == code:

@@ -49,19 +49,25 @@ def export_hf(
         )
     made_folder(out)
     names = family.names(config)
-    parts = source.part_names()
+    parts = [(source, names, part) for part in source.part_names()]
+    if (more := source.predicting()) is not None:
+        of_more = names.of_predicting(config.n_layer, names.prefixes[0])
+        if of_more is None:
+            raise CheckpointError(f"a Hugging Face {family.model_type} model has no layers for multi-token prediction")
+        parts += [(more, of_more, part) for part in more.part_names()]
+        hf[family.predicting_word] = more.spec.n_layer
     weight_map: dict[str, str] = {}
-    n_bytes = 0
-    for i, part in enumerate(parts):
-        ours = {name: tensor for name, tensor in source.tensors(part).items() if not (is_tied and name == HEAD)}
-        tensors = _as_stored(names, config, ours)
+    n_bytes, total = 0, sum(spec.n_bytes for one in (source, more) if one is not None for spec in one.specs.values())
+    for i, (of, own, part) in enumerate(parts):
+        ours = {name: tensor for name, tensor in of.tensors(part).items() if not (is_tied and name == HEAD)}
+        tensors = _as_stored(own, of.config, ours)
         shard = f"model-{i + 1:05}-of-{len(parts):05}.safetensors"
         _write_shard(out / shard, tensors)
         weight_map |= dict.fromkeys(tensors, shard)
         n_bytes += sum(t.nbytes for t in tensors.values())
-        source.release()
+        of.release()
         if progress is not None:
-            progress(n_bytes, sum(spec.n_bytes for spec in source.specs.values()))
+            progress(n_bytes, total)
     _write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": n_bytes}, "weight_map": weight_map})
     for name in (*TOKENIZER_FILES, *POOLING_FILES):
         if (directory / name).is_file():

@@ -12,6 +12,7 @@ from mdi.spec.cluster import what_is_there
 from mdi.spec.settings_file import parse_json, read_yaml
 
 WEIGHT_FILES = ("lit_model.pth", "lit_model.safetensors")
+PREDICTING_FILE = "lit_mtp.safetensors"  # beside them: blocks that predict further tokens (`mdi.checkpoint.predicting`)
 CONFIG_FILE = "model_config.yaml"
 CHUNKS = "chunks"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -25,6 +26,7 @@ GGUF_NOTE = "gguf.json"  # has the path of the folder's GGUF file
 PARTS_FILE = "parts.json"  # hashes of the weights beside it (`mdi.checkpoint.records`)
 GGUF_FOLDERS = "gguf"  # of a store: has the folders of GGUF files that lie elsewhere
 
+_LIT_FILES = (*WEIGHT_FILES, PREDICTING_FILE)
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 
@@ -68,7 +70,7 @@ def is_usable(folder: Path) -> bool:
 def is_readable_hf(folder: Path) -> bool:
     """Whether there is a Hugging Face checkpoint that is read as it is: in safetensors, whole or not."""
     return (folder / "config.json").is_file() and any(
-        path.name not in WEIGHT_FILES for path in folder.glob("*.safetensors*")
+        path.name not in _LIT_FILES for path in folder.glob("*.safetensors*")
     )
 
 
@@ -107,7 +109,7 @@ def weight_files(path: Path) -> list[Path]:
         CheckpointError: the index cannot be read.
     """
     found = {
-        suffix: sorted(f for f in path.glob(f"*.{suffix}") if f.name not in (*WEIGHT_FILES, *_NOT_WEIGHTS))
+        suffix: sorted(f for f in path.glob(f"*.{suffix}") if f.name not in (*_LIT_FILES, *_NOT_WEIGHTS))
         for suffix in ("safetensors", "bin")
     }
     for index, (suffix, single) in zip(

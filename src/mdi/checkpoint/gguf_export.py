@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from mdi.model.tensors import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+
+logger = logging.getLogger("mdi")
 
 _TYPES = {"float32": "F32", "fp16": "F16", "bf16": "BF16", **{form: form.upper() for form in BLOCK_TYPES}}
 _STORED = {"F32": "float32", "F16": "fp16", "BF16": "bf16"}
@@ -72,6 +75,8 @@ def export_gguf(
 
     if path.exists():
         raise UsageError(f"{path} is there already: name a new file")
+    if source.source.predicting() is not None:
+        logger.warning("warning: the layers for multi-token prediction of %s are left out of GGUF files", source.model)
     config = source.config
     shapes = model_shapes(config, str(source))
     stated = directory / "config.json"

@@ -34,12 +34,11 @@ from mdi.checkpoint.gguf import (
 from mdi.checkpoint.gguftokenizer import write_tokenizer
 from mdi.checkpoint.hfconfig import derive_config
 from mdi.checkpoint.manifest import config_hash
-from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.pooling import write_pooling
+from mdi.checkpoint.predicting import NamedSource
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, main_dtype
 from mdi.checkpoint.shapes import model_shapes
-from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, UsageError
 from mdi.families.gguf import Fields
 from mdi.families.names import Names, Piece
@@ -56,8 +55,10 @@ from mdi.spec.cluster import what_is_there
 from mdi.spec.decode import shown
 from mdi.spec.settings_file import parse_json
 
+_IN_BLOCK = re.compile(r"blk\.(\d+)\.")
 
-class GgufSource(WeightSource):
+
+class GgufSource(NamedSource):
     """A GGUF file (or all files of a model that is split).
 
     Args:
@@ -73,6 +74,7 @@ class GgufSource(WeightSource):
         header = read_gguf(path)
         self._tensors = header.tensors
         self.config, self._names = _derived(header)
+        self._prefix = ""
         self.config_hash = config_hash(self.config)
         self.model = gguf_name(path)  # as the user knows it, and not as its publisher called it once
         self.tensor_pieces = {
@@ -156,10 +158,6 @@ class GgufSource(WeightSource):
         else:
             pack_blocks(into, read, where)
 
-    def same_as(self, name: str) -> str:
-        is_tied = name == HEAD and self.tensor_pieces[HEAD] == self.tensor_pieces[EMBEDDING]
-        return EMBEDDING if is_tied else name
-
     def _some(
         self, pieces: Sequence[Piece], at: slice, read: Callable[[Piece, GgufTensor], np.ndarray]
     ) -> list[np.ndarray]:
@@ -185,8 +183,9 @@ class GgufSource(WeightSource):
             found.append(rows if isinstance(places, slice) else rows[places - first])
         return found
 
-    def part_names(self) -> list[str]:
-        return stage_parts(0, self.spec.n_layer, starter=True)
+    def _of_predicting(self) -> list[str]:
+        numbers = {name: _IN_BLOCK.match(name) for name in self._tensors}
+        return [name for name, match in numbers.items() if match and int(match[1]) >= self.spec.n_layer]
 
     def release(self) -> None:
         """Nothing stays mapped between two tensors."""
@@ -202,7 +201,7 @@ class GgufSource(WeightSource):
         )
         raise CheckpointError(f"{self.path} lacks the tensor {missing}")
 
-    def _spec(self, pieces: Sequence[Piece]) -> TensorSpec:
+    def _spec(self, pieces: tuple[Piece, ...]) -> TensorSpec:
         parts = [self._part(piece) for piece in pieces]
         specs = [spec_of(part) for part in parts]
         n_rows = sum(_n_rows(piece, part) for piece, part in zip(pieces, parts, strict=True))

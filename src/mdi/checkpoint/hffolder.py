@@ -21,13 +21,12 @@ from mdi.checkpoint.derived import cast
 from mdi.checkpoint.folder import model_name, no_checkpoint, weight_files
 from mdi.checkpoint.hfconfig import choose_config, n_predicting, read_hf_config
 from mdi.checkpoint.manifest import config_hash
-from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.predicting import NamedSource
 from mdi.checkpoint.quantized import Decoded, decoded, read_quantization
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, interleaved_rows, model_shapes
 from mdi.checkpoint.weightfile import WeightFile, open_weight_file
-from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError, Code
 from mdi.families.family import Family
 from mdi.families.names import LANGUAGE, Piece
@@ -48,7 +47,7 @@ _PREDICTING = re.compile(r"(model\.)?mtp\.")
 _NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|(attention|attn)\.(bias|masked_bias))")
 
 
-class HfFolder(WeightSource):
+class HfFolder(NamedSource):
     """A folder with config.json and *.safetensors, with or without an index.
 
     If the embedding or the head is missing, the other is used for it (tied weights).
@@ -62,9 +61,6 @@ class HfFolder(WeightSource):
     Raises:
         CheckpointError: something is missing, cut short, damaged, of an unknown architecture, or of another shape than
             config.json says.
-
-    Attributes:
-        tensor_pieces: of what each tensor of the model is made, by its name.
     """
 
     def __init__(
@@ -135,13 +131,6 @@ class HfFolder(WeightSource):
 
     def read_bytes(self, name: str) -> int:
         return self.specs[name].n_bytes if any(file.stays_mapped for file in self._opened) else 0
-
-    def same_as(self, name: str) -> str:
-        is_tied = name == HEAD and self.tensor_pieces[HEAD] == self.tensor_pieces[EMBEDDING]
-        return EMBEDDING if is_tied else name
-
-    def part_names(self) -> list[str]:
-        return stage_parts(0, self.spec.n_layer, starter=True)
 
     def release(self) -> None:
         for file in self._opened:
@@ -219,19 +208,21 @@ class HfFolder(WeightSource):
     def _check_used(self) -> None:
         """Raises CheckpointError for a tensor that the model would be computed without."""
         used = {piece.tensor for pieces in self.tensor_pieces.values() for piece in pieces}
-        n_layer, layers = self.spec.n_layer, f"{self._prefix}{self._names.blocks}"
-        more = n_predicting(read_hf_config(self.path / "config.json"))
-        predicting = tuple(f"{layers}.{i}." for i in range(n_layer, n_layer + more))
+        predicting = set(self._of_predicting())
         for name in self._files:
             is_other = self._prefix in LANGUAGE and _OTHER_PARTS.match(name) is not None
-            is_other = (
-                is_other or self._is_unused(name) or name.startswith(predicting) or _PREDICTING.match(name) is not None
-            )
+            is_other = is_other or self._is_unused(name) or name in predicting
             if name not in used and not is_other and not _NOT_WEIGHTS.fullmatch(name):
                 raise CheckpointError(
                     f"{self.path} holds the tensor {re.sub(r'[.][0-9]+[.]', '.<i>.', name)}, which a "
                     f"{self.config.name} does not have{self._hint}"
                 )
+
+    def _of_predicting(self) -> list[str]:
+        n_layer, layers = self.spec.n_layer, f"{self._prefix}{self._names.blocks}"
+        more = n_predicting(read_hf_config(self.path / "config.json"))
+        numbered = tuple(f"{layers}.{i}." for i in range(n_layer, n_layer + more))
+        return [name for name in self._files if name.startswith(numbered) or _PREDICTING.match(name) is not None]
 
     def _is_unused(self, name: str) -> bool:
         unused = self._names.unused

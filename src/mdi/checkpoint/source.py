@@ -5,6 +5,7 @@ Nothing is loaded ahead and nothing in the files is executed. Knows no network a
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import re
@@ -18,6 +19,7 @@ from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.folder import (
     CONFIG_FILE,
     PARTS_FILE,
+    PREDICTING_FILE,
     WEIGHT_FILES,
     is_hf_dir,
     is_lit_dir,
@@ -27,6 +29,7 @@ from mdi.checkpoint.folder import (
 from mdi.checkpoint.hfconfig import other_positions
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
+from mdi.checkpoint.predicting import check_predicting, n_predicting_blocks
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, interleaved_rows, model_shapes, read_config
@@ -34,7 +37,7 @@ from mdi.checkpoint.weightfile import WeightFile, open_weight_file
 from mdi.checkpoint.weights import WeightSource
 from mdi.errors import CheckpointError
 from mdi.kernels.lazy_rows import LazyRows, Rows
-from mdi.model.plain import ModelConfig
+from mdi.model.plain import ModelConfig, of_predicting
 from mdi.model.tensors import EMBEDDING, HEAD
 
 logger = logging.getLogger(__name__)
@@ -90,7 +93,19 @@ class LitCheckpoint(WeightSource):
         return self.specs[name].n_bytes if self.file.stays_mapped else 0
 
     def part_names(self) -> list[str]:
-        return stage_parts(0, self.spec.n_layer, starter=True)
+        return stage_parts(0, self.spec.n_layer, starter=not self.is_predicting)
+
+    def predicting(self) -> WeightSource | None:
+        path = self.path / PREDICTING_FILE
+        if not path.is_file():
+            return None
+        found = copy.copy(self)
+        found.file = open_weight_file(path)
+        found.specs, found._stored = found.file.specs, {name: name for name in found.file.specs}
+        found.hashes, found.is_predicting = None, True
+        found.config = of_predicting(self.config, n_predicting_blocks(found.specs))
+        check_predicting(found)
+        return found
 
     def release(self) -> None:
         self.file.release()

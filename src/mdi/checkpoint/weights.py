@@ -48,6 +48,7 @@ class WeightSource(ABC):
         form: names the form that parts have here, among those hashes.
         native: the packed format that weights have already, whose numbers `packed` keeps as they are; None if they have none.
         own_formats: a map of those that a file mixes (kernels.format_maps), which `packed` keeps; None if it is plain.
+        is_predicting: whether it has blocks that predict further tokens, and neither embedding nor head (`predicting`).
         folds_gains: whether gains of norms may go into the weights that read them (checkpoint.packing.folded).
     """
 
@@ -62,6 +63,7 @@ class WeightSource(ABC):
     native: str | None = None
     own_formats: str | None = None
     folds_gains: bool = True
+    is_predicting: bool = False
 
     @property
     def spec(self) -> ModelSpec:
@@ -100,6 +102,12 @@ class WeightSource(ABC):
     @abstractmethod
     def release(self) -> None:
         """Unmap the files; they are mapped again when needed."""
+
+    def predicting(self) -> WeightSource | None:
+        """The blocks that predict further tokens (`mdi.checkpoint.predicting`); None if there are none. Those that cannot be
+        read are left out with a warning.
+        """
+        return None
 
     def extent(self, name: str) -> tuple[Path, int, int] | None:
         """The file that has a tensor in the form of `array`, and its bytes [start, stop) there; None if there is none."""

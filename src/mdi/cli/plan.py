@@ -69,8 +69,9 @@ def add_arguments(parser: Parser) -> None:
         dtype={"help": "without a weight format: number type of weights and computing", "choices": DTYPES},
     )  # fmt: skip
     parser.options(
-        "run", "replay_memory", "n_samples", "sequence_length", "prompt_tokens", "memory", "aim", "per_client", "draft",
-        "draft_rate",
+        "run", "replay_memory", "n_samples", "sequence_length", "prompt_tokens", "keep_prefixes", "memory", "aim", "per_client",
+        "draft", "draft_rate",
+        keep_prefixes={"help": "also predict how long a kept prompt takes to be read, see `mdi serve`"},
         draft={
             "help": "small model that guesses on the starter, which gets fewer blocks for it: its folder, or its name",
             "metavar": "DIR", "default": "none",
@@ -355,6 +356,8 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
         prompt_tokens=n_prompt,
     )
     found = replace(found, clients=clients)
+    if options.keep_prefixes:
+        found = found.with_kept(profile, shape)
     if options.draft_rate is None:
         return found
     return found.with_draft(options.draft_rate, most_rows_of(spec_of(config).has_experts, has_window=False))

@@ -8,10 +8,11 @@ files are found whatever the cut, and a node never sees ids. The layout of a fil
     offset  size  field
     0       4     magic "MDIp"
     4       1     version
-    5       8     which key sealed it
-    13      12    nonce
-    25            sealed with AES-256-GCM or ChaCha20-Poly1305, the name as associated data: u32, JSON of so many bytes (type of
-                  the caches, first position, type and shape of each array), the arrays
+    5       1     cipher: 1 AES-256-GCM, 2 ChaCha20-Poly1305
+    6       8     which key sealed it
+    14      12    nonce
+    26            sealed, the name as associated data: u32, JSON of so many bytes (type of the caches, first position, type and
+                  shape of each array), the arrays
 
 The tag of the seal is the checksum. A file that cannot be opened is removed, and counts as absent.
 """
@@ -24,7 +25,6 @@ import json
 import logging
 import os
 import queue
-import re
 import shutil
 import struct
 import threading
@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import psutil
 
-from mdi.engine.prefix_tasks import FILL, FIND, KEEP, PrefixTask
+from mdi.engine.prefix_tasks import FETCH, FETCH_BYTES, FILL, FIND, KEEP, NAME, PrefixTask
 from mdi.errors import EngineError, MdiError
 from mdi.files import replacing
 from mdi.kernels.stage_caches import CacheRun, Piece
@@ -54,13 +54,16 @@ FREE_BYTES = 1 << 30  # that stay free on the disk
 FOREIGN_S = 30 * 24 * 3600.0  # after which files of another key go
 WAITING_BYTES = 64 << 20  # that may wait to be written
 BYTES_PER_S = 32 << 20  # written: cards wear out, and readers of the same disk want to read
+MEASURED_BYTES = 1 << 20  # with fewer, a reading says nothing about the disk
+MOST_WANTED = 1024  # names of files that nodes lack, in one question
+RATE_S = 600.0  # after which it is measured again: other programs may have kept it busy
 
 logger = logging.getLogger("mdi")
 
-_MAGIC, _VERSION = b"MDIp", 1
-_HEAD = struct.Struct("<4sB8s12s")
+_MAGIC, _VERSION = b"MDIp", 2
+_HEAD = struct.Struct("<4sBB8s12s")
+_CIPHERS = {1: "AESGCM", 2: "ChaCha20Poly1305"}
 _SIZE = struct.Struct("<I")
-_NAME = re.compile(r"[0-9a-f]{40}\.kv")
 _TYPES = {"float32": np.float32, "float16": np.float16, "uint16": np.uint16, "int8": np.int8}
 
 
@@ -92,8 +95,8 @@ class Secrets:
     def __init__(self, folder: Path, keys: KeyFile | None) -> None:
         path = folder / "key"
         if keys is None and not path.exists():
-            write_keys(path, (new_secret(),))
-        self._keys = KeyFile(path) if keys is None else keys
+            write_keys(path, (new_secret(),), replaces=False)
+        self._keys = KeyFile(path) if keys is None else keys  # another node may have made it just now
 
     def all(self) -> list[bytes]:
         """The one that seals first; those of earlier keys open files."""
@@ -163,13 +166,18 @@ class KeptFiles:
         self._folder, self._limit_bytes, self.secrets = folder, limit_bytes, secrets
         self._free = free or (lambda: shutil.disk_usage(folder).free)
         self._bytes_per_s = bytes_per_s
+        self._n_read = 0  # bytes so far
+        self._rate: tuple[float, float] | None = None  # bytes per second of the last large reading, and when that was
         self._queue: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
         self._waiting: dict[Path, int] = {}  # bytes of each file that is to be written
         self._known_bytes: int | None = None  # of all files; None: they have to be counted
         self._uncounted_bytes = 0  # written since they were counted: others may have written as many
         self._ending, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # told when nothing waits any more
+        self._disk = (
+            threading.Lock()
+        )  # of what is counted: files come from the thread that writes, and from other nodes
 
     # Of the thread that computes
 
@@ -177,7 +185,15 @@ class KeptFiles:
         """Do this node's part of a task. Never raises for what is on the disk."""
         try:
             if task.kind == FIND:
-                return replace(task, ends=f"{task.possible & self.ends(task, caches):x}")
+                found = replace(task, ends=f"{task.possible & self.ends(task, caches):x}")
+                some = (
+                    task.some
+                    if found.possible == task.possible
+                    else f"{int(task.some, 16) | self._some(task, caches):x}"
+                )
+                return replace(found, some=some, row_read_s=found.row_read_s + self._row_read_s(found, caches))
+            if task.kind == FETCH:
+                return self._fetched(task, caches)
             if task.kind == FILL:
                 return replace(task, is_done=task.is_done and self._fill(task, caches))
             if task.kind == KEEP:
@@ -203,6 +219,44 @@ class KeptFiles:
                 found &= ~(1 << i)
         return found
 
+    def _some(self, task: PrefixTask, caches: Caches) -> int:
+        """Ends of which there are files of the first or the last block here: after another cut a node lacks some of a text.
+        Where there are blocks with ends of their own, these count.
+        """
+        folder, (cut, whole) = self._folder / task.owner, _by_cut(caches.classes_of_blocks())
+        found = 0
+        for block in {*cut[:1], *cut[-1:]} if folder.is_dir() and not whole else ():
+            found |= (1 << self._n_pages(folder, [block], task.pages, task.run_pages)) - 1
+        for block in {*whole[:1], *whole[-1:]}:
+            found |= sum(1 << i for i, key in enumerate(task.pages) if _path(folder, key, block).exists())
+        return found & task.possible
+
+    def _fetched(self, task: PrefixTask, caches: Caches) -> PrefixTask:
+        """Take the files that are missing here from those that come with a task, and add what is here of what others want.
+        They stay sealed: a node without the same key takes none.
+        """
+        folder, n = self._folder / task.owner, task.stop // PAGE
+        blocks, files, wanted = caches.classes_of_blocks(), task.attached, set(task.wanted.split())
+        paths = [path for i, one in blocks.items() for path in _paths(folder, task, n, i, _is_cut(one))]
+        missing = {path.name for path in paths if not path.exists()}
+        try:
+            for name in missing & files.keys():
+                data = files.pop(name)
+                self._opened(name, data)
+                self._write(folder / name, data)
+                missing.discard(name)
+                wanted.discard(name)
+        except MdiError as e:
+            logger.info("a file from another node is not taken: %s", e)
+            return replace(task, files="", is_done=False)
+        n_free = FETCH_BYTES - sum(map(len, files.values()))
+        for path in [folder / name for name in sorted(wanted - missing - files.keys())]:
+            if path.exists() and path.stat().st_size <= n_free:
+                files[path.name] = path.read_bytes()
+                n_free -= len(files[path.name])
+        more = sorted(missing - wanted)[: max(0, MOST_WANTED - len(wanted))]
+        return task.with_files(sorted(wanted.union(more)), files)
+
     def _n_pages(self, folder: Path, blocks: Sequence[int], pages: Sequence[bytes], run: int) -> int:
         """Pages from the first one on that are in the files of all these blocks."""
         if not blocks:
@@ -218,12 +272,24 @@ class KeptFiles:
         blocks = caches.classes_of_blocks()
         if not blocks:
             return True
+        begin, n_before = time.monotonic(), self._n_read
         try:
             caches.fill(task.seq_id, CacheRun(0, task.stop, caches.cache_type, _FromFiles(self, task, caches)))
         except EngineError as e:
             logger.info("a kept prefix cannot be used: %s", e)
             return False
+        if (n := self._n_read - n_before) >= MEASURED_BYTES:
+            self._rate = n / max(time.monotonic() - begin, 1e-6), time.monotonic()
         return True
+
+    def _row_read_s(self, task: PrefixTask, caches: Caches) -> float:
+        """Seconds to read a position of the longest end of a task, as fast as the last reading was; 0: nobody knows."""
+        n = task.possible.bit_length()
+        if self._rate is None or not n or time.monotonic() - self._rate[1] > RATE_S:
+            return 0.0
+        blocks, folder = caches.classes_of_blocks(), self._folder / task.owner
+        paths = [path for i, one in blocks.items() for path in _paths(folder, task, n, i, _is_cut(one))]
+        return sum(path.stat().st_size for path in paths) / self._rate[0] / (n * PAGE)
 
     def _keep(self, task: PrefixTask, caches: Caches) -> bool:
         """Have what is missing of a run written; False: too much waits already, to be asked again."""
@@ -284,6 +350,7 @@ class KeptFiles:
             raise EngineError(f"{path.name} is removed: {e}") from None
         with contextlib.suppress(OSError):
             os.utime(path)  # used just now
+        self._n_read += len(data)
         return piece
 
     # Of the thread that writes
@@ -297,7 +364,7 @@ class KeptFiles:
         while (item := self._queue.get()) is not None and not self._closed.is_set():
             path, data = item.path, item.data
             try:
-                self._write(path, data)
+                self._write(path, self._sealed(path.name, data))
                 _keep_newest(item.earlier, item.n_earlier)
             except Exception as e:  # of one file; the thread goes on with the next one
                 self._known_bytes = None
@@ -306,16 +373,18 @@ class KeptFiles:
                 is_told = True
             with self._lock:
                 del self._waiting[path]
+                self._lock.notify_all()
             self._ending.wait(len(data) / self._bytes_per_s)
 
-    def _write(self, path: Path, data: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._make_room(len(data) + _HEAD.size + TAG_BYTES)
-        with replacing(path) as file:
-            file.write(self._sealed(path.name, data))
-        if self._known_bytes is not None:
-            self._known_bytes += len(data)
-        self._uncounted_bytes += len(data)
+    def _write(self, path: Path, sealed: bytes) -> None:
+        with self._disk:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._make_room(len(sealed))
+            with replacing(path) as file:
+                file.write(sealed)
+            if self._known_bytes is not None:
+                self._known_bytes += len(sealed)
+            self._uncounted_bytes += len(sealed)
 
     def _make_room(self, n_bytes: int) -> None:
         """Remove the files that were used longest ago, until there is room. Raises EngineError if there is none."""
@@ -350,7 +419,7 @@ class KeptFiles:
             with contextlib.suppress(OSError):  # of one file
                 with open(path, "rb") as file:
                     head = file.read(_HEAD.size)
-                magic, version, key_id, _ = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, b"", b"")
+                magic, version, _, key_id, _ = _HEAD.unpack(head if len(head) == _HEAD.size else bytes(_HEAD.size))
                 is_foreign = key_id not in known and time.time() - used_s > FOREIGN_S
                 if (magic, version) != (_MAGIC, _VERSION) or is_foreign:
                     path.unlink(missing_ok=True)
@@ -365,33 +434,34 @@ class KeptFiles:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all is written that waits."""
-        deadline = time.monotonic() + timeout_s
-        while self._waiting_bytes and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return not self._waiting_bytes
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._waiting, timeout_s)
 
     def _sealed(self, name: str, data: bytes) -> bytes:
-        secret, nonce = self.secrets.all()[0], os.urandom(12)
-        return _HEAD.pack(_MAGIC, _VERSION, _key_id(secret), nonce) + _cipher(secret).encrypt(
-            nonce, data, name.encode()
-        )
+        secret, nonce, cipher = self.secrets.all()[0], os.urandom(12), 1 if has_fast_aes() else 2
+        head = _HEAD.pack(_MAGIC, _VERSION, cipher, _key_id(secret), nonce)
+        return head + cipher_named(cipher, secret).encrypt(nonce, data, name.encode())
 
     def _opened(self, name: str, data: bytes) -> bytearray:
-        from cryptography.exceptions import InvalidTag
+        from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
 
         if len(data) < _HEAD.size:
             raise _UnreadableError("it is cut off")
-        magic, version, key_id, nonce = _HEAD.unpack_from(data)
-        if (magic, version) != (_MAGIC, _VERSION):
+        magic, version, cipher, key_id, nonce = _HEAD.unpack_from(data)
+        if (magic, version) != (_MAGIC, _VERSION) or cipher not in _CIPHERS:
             raise _UnreadableError("it is of another version, or no file of ours")
         for secret in self.secrets.all():
             if _key_id(secret) == key_id:
                 opened = bytearray(max(0, len(data) - _HEAD.size - TAG_BYTES))
                 try:
-                    _cipher(secret).decrypt_into(nonce, memoryview(data)[_HEAD.size :], name.encode(), opened)
+                    cipher_named(cipher, secret).decrypt_into(
+                        nonce, memoryview(data)[_HEAD.size :], name.encode(), opened
+                    )
                     return opened
                 except (InvalidTag, ValueError):
                     raise _UnreadableError("it is damaged") from None
+                except UnsupportedAlgorithm:
+                    raise _UnreadableError("this machine does not have its cipher") from None
         raise _UnreadableError("it was sealed with another key")
 
 
@@ -410,17 +480,14 @@ class _FromFiles(Mapping[int, Piece]):
         return len(self._blocks)
 
     def __getitem__(self, block: int) -> Piece:
-        pages, run, n = self._task.pages, self._task.run_pages, self._task.stop // PAGE
-        if not _is_cut(self._blocks[block]):
-            return self._files.read(_path(self._folder, pages[n - 1], block), self._type)
+        n, is_cut = self._task.stop // PAGE, _is_cut(self._blocks[block])
+        pieces = [self._files.read(path, self._type) for path in _paths(self._folder, self._task, n, block, is_cut)]
+        if not is_cut:
+            return pieces[0]
         parts: list[tuple[np.ndarray, ...]] = []
-        for begin in range(0, n, run):
-            ends = range(min(begin + run, len(pages)), begin, -1)
-            paths = [_path(self._folder, pages[end - 1], block) for end in ends if end >= min(begin + run, n)]
-            path = next((one for one in paths if one.exists()), paths[-1])
-            piece = self._files.read(path, self._type)
-            n_rows = min(begin + run, n) * PAGE - begin * PAGE
-            if piece.first != begin * PAGE or any(len(one) < n_rows for one in piece.arrays):
+        for begin, piece in zip(range(0, self._task.stop, self._task.run_pages * PAGE), pieces, strict=True):
+            n_rows = min(self._task.run_pages * PAGE, self._task.stop - begin)
+            if piece.first != begin or any(len(one) < n_rows for one in piece.arrays):
                 raise EngineError("a file of other positions")
             parts.append(tuple(one[:n_rows] for one in piece.arrays))
         return Piece(0, tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
@@ -433,7 +500,7 @@ def files_in(folder: Path) -> Iterator[tuple[Path, int, float]]:
             path = Path(where) / name
             with contextlib.suppress(OSError):  # removed meanwhile
                 stat = path.lstat()
-                if _NAME.fullmatch(name) or name.endswith(".part"):
+                if NAME.fullmatch(name) or name.endswith(".part"):
                     yield path, stat.st_size, stat.st_mtime
 
 
@@ -450,6 +517,19 @@ def _by_cut(blocks: Mapping[int, CacheClass]) -> tuple[list[int], list[int]]:
 def _path(folder: Path, key: bytes, block: int) -> Path:
     """Of what a block has up to the end of the page with this key."""
     return folder / f"{hashlib.blake2b(key + _SIZE.pack(block), digest_size=20).hexdigest()}.kv"
+
+
+def _paths(folder: Path, task: PrefixTask, n: int, block: int, is_cut: bool) -> list[Path]:
+    """The files of a block for the first `n` pages of a task; what is behind the last whole run may be in a longer one."""
+    pages, run = task.pages, task.run_pages
+    if not is_cut:
+        return [_path(folder, pages[n - 1], block)]
+    found = []
+    for begin in range(0, n, run):
+        longest, shortest = min(begin + run, len(pages)), min(begin + run, n)
+        paths = [_path(folder, pages[end - 1], block) for end in range(longest, shortest - 1, -1)]
+        found.append(next((one for one in paths if one.exists()), paths[-1]))
+    return found
 
 
 def _all_there(folder: Path, blocks: Sequence[int], key: bytes) -> bool:
@@ -473,10 +553,11 @@ def _key_id(secret: bytes) -> bytes:
     return mac(secret, "key id")[:8]
 
 
-def _cipher(secret: bytes) -> Any:
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+def cipher_named(number: int, secret: bytes) -> Any:
+    """Raises UnsupportedAlgorithm (of cryptography): this machine does not have it."""
+    from cryptography.hazmat.primitives.ciphers import aead
 
-    return (AESGCM if has_fast_aes() else ChaCha20Poly1305)(secret)
+    return getattr(aead, _CIPHERS[number])(secret)
 
 
 def _packed(piece: Piece, cache_type: str) -> bytes:

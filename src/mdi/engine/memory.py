@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mdi.model.caches import CHUNK_ROWS, PAGE, CacheClass, cut_to
@@ -110,6 +110,10 @@ class Prefixes:
         memory: of the ring that has them; says where they can be cut.
         share: of each node's memory, that they may take.
         seed: of their pages' keys.
+
+    Attributes:
+        total: bytes of all on each node.
+        n_on_disk: of each, pages that the nodes were asked to keep.
     """
 
     def __init__(self, memory: CacheMemory, share: float = KEPT_SHARE, seed: str = "") -> None:
@@ -118,6 +122,7 @@ class Prefixes:
         self._kept: dict[int, Kept] = {}
         self._by_pages: dict[bytes, list[int]] = {}  # those that begin with the pages of this key
         self._limits = [share * node.limit_bytes for node in memory.nodes]
+        self.n_on_disk: dict[int, int] = {}
         self.total = [0] * len(memory.nodes)
 
     def __len__(self) -> int:
@@ -175,13 +180,25 @@ class Prefixes:
         """Of the whole pages of a text."""
         return page_keys(f"{self._seed}/{owner}", ids)
 
-    @property
-    def newest(self) -> Iterator[Kept]:
-        """The one used last comes first."""
-        return reversed(self._kept.values())
+    def unwritten(self, least_pages: int) -> tuple[Kept, int] | None:
+        """One of so many pages at least that is not on the nodes' disks as a whole, and how many of its pages are; of these
+        the one used last.
+        """
+        missing = (
+            (kept, n)
+            for kept in reversed(self._kept.values())
+            if len(kept.keys) >= least_pages and (n := self.n_on_disk.get(kept.seq_id, 0)) < len(kept.keys)
+        )
+        return next(missing, None)
+
+    def note_written(self, seq_id: int, n_pages: int) -> None:
+        """The nodes were asked to keep so many pages of one that may have been dropped meanwhile."""
+        if seq_id in self._kept:
+            self.n_on_disk[seq_id] = n_pages
 
     def drop(self, seq_id: int) -> None:
         kept = self._kept.pop(seq_id)
+        self.n_on_disk.pop(seq_id, None)
         for key in kept.keys:
             self._by_pages[key].remove(seq_id)
             if not self._by_pages[key]:

@@ -6,24 +6,30 @@ computes: nothing else touches caches.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from mdi.errors import WireError
 from mdi.model.caches import PAGE
 from mdi.net.wire import Frame, FrameType
-from mdi.spec.decode import Meta, Whole, decode, one_of
+from mdi.spec.decode import Meta, Number, Whole, decode, one_of
 
-FIND, FILL, KEEP, OWNERS = "find", "fill", "keep", "owners"
+FIND, FILL, KEEP, FETCH, OWNERS = "find", "fill", "keep", "fetch", "owners"
 KEY_BYTES = 16  # of a page's key, see memory.page_keys
 OWNER = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")  # the folder of one
+
+NAME = re.compile(r"[0-9a-f]{40}\.kv")  # of a file
+FETCH_BYTES = 5 << 20  # of files that one frame carries: a frame has 8 MB at most
 
 _COLUMNS = 1024  # of a frame that carries a task
 
 Text = Annotated[str, Meta(max_length=1 << 22)]
+LongText = Annotated[str, Meta(max_length=1 << 23)]
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class PrefixTask:
 
     Attributes:
         kind: FIND ends of which every node has all files; FILL the caches of a sequence up to position `stop`; KEEP the
-            positions [start, stop) of a sequence; remove the folders of all other OWNERS.
+            positions [start, stop) of a sequence; FETCH from other nodes the files that lack here of what blocks have up to
+            position `stop`; remove the folders of all other OWNERS.
         seq_id, n_evictions: of the sequence.
         owner: name of a folder; of OWNERS several, with spaces between.
         keys: of the prefix's pages, from the first one on, in hex.
@@ -40,9 +47,15 @@ class PrefixTask:
         ends: bit i says that a prefix may end behind page i; in hex.
         is_end: of KEEP: whether the text ends there, so that states are kept as well.
         is_done: whether all nodes so far could do it.
+        row_read_s: of FIND: seconds that the nodes so far, one after the other, need to read a position of the longest end;
+            0 where that was not measured.
+        some: of FIND: ends of which a node has the files of one of its blocks; in hex.
+        n_rounds: of FETCH, that are left; of FIND: for which files may be fetched afterwards.
+        wanted: of FETCH: names of files that nodes lack, with spaces between.
+        files: of FETCH, see `attached`.
     """
 
-    kind: Annotated[str, one_of((FIND, FILL, KEEP, OWNERS))]
+    kind: Annotated[str, one_of((FIND, FILL, KEEP, FETCH, OWNERS))]
     seq_id: Whole = 0
     n_evictions: Whole = 0
     owner: Text = ""
@@ -53,6 +66,11 @@ class PrefixTask:
     ends: Text = "0"
     is_end: bool = False
     is_done: bool = True
+    row_read_s: Number = 0.0
+    some: Text = "0"
+    n_rounds: Whole = 0
+    wanted: Text = ""
+    files: LongText = ""
 
     @property
     def pages(self) -> list[bytes]:
@@ -63,6 +81,17 @@ class PrefixTask:
     def possible(self) -> int:
         """`ends` as a number."""
         return int(self.ends, 16)
+
+    @property
+    def attached(self) -> dict[str, bytes]:
+        """The files that travel with the task, sealed as they are, by their names."""
+        words = self.files.split(" ") if self.files else []
+        return {name: base64.b64decode(data, validate=True) for name, data in zip(words[::2], words[1::2], strict=True)}
+
+    def with_files(self, wanted: Sequence[str], files: Mapping[str, bytes]) -> PrefixTask:
+        """The task with others of them."""
+        words = [word for name, data in files.items() for word in (name, base64.b64encode(data).decode())]
+        return replace(self, wanted=" ".join(wanted), files=" ".join(words))
 
     def frame(self, epoch: int, number: int) -> Frame:
         data = json.dumps({name: value for name, value in vars(self).items()}).encode()
@@ -76,11 +105,13 @@ class PrefixTask:
         """Raises WireError if the frame has none."""
         try:
             found = decode(cls, json.loads(bytes(frame.payload)), "a task", WireError)
-            n, is_empty = len(bytes.fromhex(found.keys)) // KEY_BYTES, int(found.ends, 16) < 0
-        except ValueError as e:
+            n, is_wrong = len(bytes.fromhex(found.keys)) // KEY_BYTES, min(int(found.ends, 16), int(found.some, 16)) < 0
+            names = [*found.wanted.split(), *found.attached]
+        except (ValueError, binascii.Error) as e:
             raise WireError(f"a frame without rows has no task that can be read: {e}") from None
-        has_place = found.kind not in (FILL, KEEP) or 0 <= found.start < found.stop <= n * PAGE
-        if is_empty or not has_place or found.stop % PAGE or not all(map(OWNER.fullmatch, found.owner.split(" "))):
+        has_place = found.kind not in (FILL, KEEP, FETCH) or 0 <= found.start < found.stop <= n * PAGE
+        is_wrong = is_wrong or not all(map(NAME.fullmatch, names))
+        if is_wrong or not has_place or found.stop % PAGE or not all(map(OWNER.fullmatch, found.owner.split(" "))):
             raise WireError(f"a task {found.kind} for positions {found.start} to {found.stop} of {n} pages")
         return found
 

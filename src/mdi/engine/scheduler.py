@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes
-from mdi.engine.prefix_tasks import FILL, FIND, KEEP, PrefixTask, RingPrefixes
+from mdi.engine.prefix_tasks import FETCH, FILL, FIND, KEEP, PrefixTask, RingPrefixes
 from mdi.engine.replay import Replays
 from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
 from mdi.errors import Code, EngineError
@@ -29,6 +29,7 @@ DECODE_ROWS = 4096  # most sequences in a frame; with a chunk, well below the li
 SNAPSHOT_EVERY = 4096  # tokens of a prompt
 SNAPSHOTS = 1 << 47  # ids of sequences from here on are those of snapshots; above are bits of adapters
 LEAST_FROM_DISK = 2  # pages more than memory has, for which nodes are asked
+FETCH_ROUNDS = 64  # of one text, in which nodes get files from each other
 AHEAD_POSITIONS = 2 * PAGE  # how much all sequences can grow after one was admitted, before one must be evicted
 
 # Guesses of one text that are under way, at most: any cache can be cut by SLACK positions, and a prefix of the ended text is to
@@ -38,6 +39,7 @@ MOST_GUESSES = SLACK // 2
 PREFILL_SLOWDOWN = 0.6  # prompt rows may make a decoding frame 60 % slower
 FIRST_ROWS = 16  # before anything was measured
 LEAST_ROWS = 4
+MANY_ROWS = 32  # of prompts in a frame, from which on a row costs what it costs in a long prompt
 WEIGHT = 0.2  # of the newest frame without prompt rows
 GROWTH, SHRINKAGE = 1.1, 0.7  # most change of the number by one frame
 
@@ -115,8 +117,8 @@ class Scheduler:
         self._asking: dict[int, Sequence] = {}  # whose beginnings nodes look for on their disks, or read
         self._n_snapshots = 0
         self._snapshots: list[tuple[int, int]] = []  # copies that come with the next frame
-        self._n_on_disk: dict[int, int] = {}  # of each ended sequence, pages that the nodes were asked to keep
         self.keeps_later = False  # nodes have enough to write at present
+        self.row_s: float | None = None  # see PromptPace
         self._by_prompt: dict[
             tuple[str | None, str, tuple[int, ...]], list[Sequence]
         ] = {}  # running ones; see `siblings`
@@ -167,8 +169,9 @@ class Scheduler:
         return tuple(self._use.total)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence; it enters as soon as there is cache memory for it."""
+        """Queue a sequence; it enters as soon as there is cache memory for it. Others drop last what it will begin with."""
         self._waiting.append(sequence)
+        self._found_in_memory(sequence)
 
     def refusal(self, sequence: Sequence) -> str | None:
         """Why the sequence could not be admitted even if it were alone; None if it could."""
@@ -456,7 +459,6 @@ class Scheduler:
         self._prefixes = None if memory is None else Prefixes(memory, self._kept_share, seed)
         self._tasks.clear()
         self._asking.clear()
-        self._n_on_disk.clear()
         if self.ring_prefixes is not None and self.ring_prefixes.owners:
             self._tasks.append(self.ring_prefixes.owners)
         for sequence in self._running.values():
@@ -483,7 +485,7 @@ class Scheduler:
         earlier = itertools.takewhile(lambda one: one is not sequence, sequence.siblings)
         if any(self._can_lend(other, sequence) for other in earlier):
             self._prefilling.append(sequence)
-        elif (task := self._task_to_find(sequence)) is not None:
+        elif (task := self._task_to_find(sequence, n_rounds=FETCH_ROUNDS)) is not None:
             self._asking[sequence.seq_id] = sequence
             self._tasks.append(task)
         else:
@@ -529,11 +531,14 @@ class Scheduler:
 
     # Prefixes on the nodes' disks
 
-    def _task_to_find(self, sequence: Sequence, n_pages: int | None = None) -> PrefixTask | None:
+    def _task_to_find(
+        self, sequence: Sequence, n_pages: int | None = None, n_rounds: int = 0
+    ) -> PrefixTask | None:  # fmt: skip
         """To look for a beginning of a text, if it can be longer than what is in memory; the starter has looked already.
 
         Args:
             n_pages: of the beginning, at most; None: any number.
+            n_rounds: in which nodes may get from others what they lack of it.
         """
         files = self.ring_prefixes
         if files is None or self._prefixes is None or sequence.kept_for is None:
@@ -551,8 +556,10 @@ class Scheduler:
             seq_id=sequence.seq_id,
             n_evictions=sequence.n_evictions,
             ends=f"{possible:x}",
+            n_rounds=n_rounds,
         )
-        return task if files.answer(task).possible else None
+        found = files.answer(task)
+        return task if found.possible or found.some != "0" else None
 
     def answered(self, number: int, task: PrefixTask) -> None:
         """A frame with a task is back. Raises EngineError: it is not the frame that is due."""
@@ -562,16 +569,31 @@ class Scheduler:
             raise EngineError(f"frame {number} came back with another task than it was sent with", Code.WIRE)
         self._in_flight.popleft()
         # Only answers are taken from what came back.
-        answered = replace(asked, ends=f"{asked.possible & task.possible:x}", is_done=task.is_done)
+        ends = f"{asked.possible & task.possible:x}"
+        some = f"{asked.possible & int(task.some, 16):x}"
+        answered = replace(
+            asked, ends=ends, is_done=task.is_done, row_read_s=task.row_read_s, some=some, wanted=task.wanted,
+            files=task.files,
+        )  # fmt: skip
         if asked.kind == KEEP:
             self._note_kept(answered)
             return
-        sequence = self._asking.get(asked.seq_id) if asked.kind in (FIND, FILL) else None
-        if sequence is not None and sequence.n_evictions == asked.n_evictions:
-            self._go_on_with(sequence, answered)
+        sequence = self._asking.get(asked.seq_id) if asked.kind in (FIND, FILL, FETCH) else None
+        if sequence is None or sequence.n_evictions != asked.n_evictions:
+            return
+        has_moved = answered.is_done and (answered.files or answered.wanted != asked.wanted)
+        if asked.kind == FETCH and has_moved and asked.n_rounds > 1:
+            return self._tasks.append(replace(answered, n_rounds=asked.n_rounds - 1))
+        self._go_on_with(sequence, answered)
 
     def _go_on_with(self, sequence: Sequence, task: PrefixTask) -> None:
-        if task.kind == FIND and task.possible:
+        n_some = int(task.some, 16).bit_length()
+        if task.kind == FIND and task.n_rounds and n_some >= task.possible.bit_length() + LEAST_FROM_DISK:
+            self._tasks.append(replace(task, kind=FETCH, start=0, stop=PAGE * n_some))
+            return
+        if task.kind == FETCH and (again := self._task_to_find(sequence)) is not None:
+            return self._tasks.append(again)
+        if task.kind == FIND and self._is_worth_reading(sequence, task):
             stop = PAGE * task.possible.bit_length()
             if sequence.seq_id in self._freed:  # after another FILL; every node frees it before it fills
                 self._freed.remove(sequence.seq_id)  # and no later frame may free what is filled
@@ -588,24 +610,31 @@ class Scheduler:
             self._reuse(sequence)
         self._prefilling.append(sequence)
 
+    def _is_worth_reading(self, sequence: Sequence, task: PrefixTask) -> bool:
+        """Whether the nodes read the longest end faster than they compute what is not in memory of it."""
+        n = PAGE * task.possible.bit_length()
+        in_memory = self._found_in_memory(sequence)
+        n_computed = n - (0 if in_memory is None else in_memory[1])
+        return n > 0 and (self.row_s is None or n * task.row_read_s < n_computed * self.row_s)
+
     def _task_to_keep(self) -> PrefixTask | None:
         """The next run of an ended text that is in the nodes' memory and not on their disks; the newest text comes first."""
         files = self.ring_prefixes
         if files is None or self._prefixes is None or self.keeps_later:
             return None
-        for kept in self._prefixes.newest:
-            n, begin = len(kept.keys), self._n_on_disk.get(kept.seq_id, 0)
-            if begin < n and n >= LEAST_FROM_DISK:
-                end = min(begin + files.run_pages, n)
-                return files.task(
-                    KEEP, kept.owner, kept.keys[:end], seq_id=kept.seq_id, start=begin * PAGE, stop=end * PAGE, is_end=end == n
-                )  # fmt: skip
-        return None
+        if (found := self._prefixes.unwritten(LEAST_FROM_DISK)) is None:
+            return None
+        kept, begin = found
+        end = min(begin + files.run_pages, len(kept.keys))
+        return files.task(
+            KEEP, kept.owner, kept.keys[:end], seq_id=kept.seq_id, start=begin * PAGE, stop=end * PAGE,
+            is_end=end == len(kept.keys),
+        )  # fmt: skip
 
     def _note_kept(self, task: PrefixTask) -> None:
         self.keeps_later = not task.is_done
-        if task.is_done:
-            self._n_on_disk[task.seq_id] = task.stop // PAGE
+        if task.is_done and self._prefixes is not None:
+            self._prefixes.note_written(task.seq_id, task.stop // PAGE)
 
     def _count(self, sequence: Sequence) -> None:
         self._has_grown |= self._use.count(sequence)
@@ -892,10 +921,12 @@ class PromptPace:
 
     Attributes:
         doubling_rows: prompt rows that take as long as all decoding ones of a frame.
+        row_s: seconds that one of many prompt rows adds to a prompt; None: there were none yet.
     """
 
     def __init__(self) -> None:
         self.doubling_rows = FIRST_ROWS / PREFILL_SLOWDOWN
+        self.row_s: float | None = None
         self.under_way: dict[int, tuple[float, int, int]] = {}  # frame -> when, prompt rows, decoding rows
         self._last = 0.0
         self._decode_s: float | None = None
@@ -915,6 +946,9 @@ class PromptPace:
         time_s = now_s - max(sent_s, self._last)  # frames follow each other; the first of them has gone the whole way
         self._last = now_s
         if not n_decoding:
+            if n_prompt >= MANY_ROWS:
+                found = time_s / n_prompt
+                self.row_s = found if self.row_s is None else self.row_s + WEIGHT * (found - self.row_s)
             return  # no decoding text waits for it
         if not n_prompt:
             self._decode_s = time_s if self._decode_s is None else self._decode_s + WEIGHT * (time_s - self._decode_s)

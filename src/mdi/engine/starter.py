@@ -512,7 +512,7 @@ class StarterEngine:
                 speculation.returned(frame.number, time.perf_counter(), self.compute_s, n_drawn)
             if self.pace is not None:
                 self.pace.returned(frame.number, time.perf_counter())
-                self.scheduler.doubling_rows = self.pace.doubling_rows
+                self.scheduler.doubling_rows, self.scheduler.row_s = self.pace.doubling_rows, self.pace.row_s
 
     def _compute(self, plan: Plan, ring: Ring) -> Frame:
         """Embed the rows of a plan, and run the starter's own blocks over them."""

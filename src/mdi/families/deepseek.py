@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, said, words
 from mdi.families.family import Family
 from mdi.families.gguf import Fields, Gguf, check_sigmoid, experts, names, rms_eps
-from mdi.families.names import EXPERTS, GATED, GATED_MLP, LLAMA_ENDS, NORMS_BEFORE, Held, Names
+from mdi.families.names import EXPERTS, GATED, GATED_MLP, LLAMA_ENDS, NORMS_BEFORE, PREDICTING, Held, Names
 from mdi.model.plain import ModelConfig
 
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -92,7 +92,7 @@ _ATTENTION: dict[str, Any] = {
     "attn.proj": "self_attn.o_proj",
 }
 _SHARED = {f"mlp.shared_experts.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in GATED.items()}
-_NAMES = Names({**NORMS_BEFORE, **_ATTENTION, **GATED_MLP, **EXPERTS, **_SHARED}, LLAMA_ENDS)
+_NAMES = Names({**NORMS_BEFORE, **_ATTENTION, **GATED_MLP, **EXPERTS, **_SHARED}, LLAMA_ENDS, predicting=PREDICTING)
 
 
 def _whole_heads(fields: Fields) -> Fields:

@@ -33,6 +33,7 @@ class Family:
         name_word: a word that names of its models have, because litgpt sees in it how norms are computed.
         has_one_matrix: whether embedding and head are always one.
         gguf: its files in GGUF; None if none are read.
+        predicting_word: what says in config.json how many blocks predict further tokens.
         published: models that litgpt's table lacks, by their names on the hub: what of config.json says how large they are.
     """
 
@@ -46,6 +47,7 @@ class Family:
     name_word: str | None = None
     has_one_matrix: bool = False
     gguf: Gguf | None = None
+    predicting_word: str = "num_nextn_predict_layers"
     published: Mapping[str, Json] = field(default_factory=dict)
 
     def settings(self, hf: Json) -> Json:

@@ -119,9 +119,20 @@ ENDS: dict[str, Any] = {
 }
 
 
-def names(own: Mapping[str, Any] | None = None, ends: Mapping[str, Any] | None = None) -> Names:
+# Of blocks that predict further tokens: llama.cpp numbers them behind the last one, in every architecture.
+PREDICTING_IN_GGUF: dict[str, Any] = {
+    "mtp.proj": "nextn.eh_proj", "mtp.norm_token": "nextn.enorm", "mtp.norm_hidden": "nextn.hnorm",
+    "mtp.norm": "nextn.shared_head_norm", "mtp.wte": "nextn.embed_tokens", "mtp.head": "nextn.shared_head_head",
+}  # fmt: skip
+
+
+def names(
+    own: Mapping[str, Any] | None = None, ends: Mapping[str, Any] | None = None,
+    predicting: Mapping[str, Any] = PREDICTING_IN_GGUF,
+) -> Names:  # fmt: skip
     """The usual names, but for a family's `own` within a block, and its `ends`."""
-    return Names({**BLOCK, **(own or {})}, {**ENDS, **(ends or {})}, head="output", prefixes=("",), blocks="blk")
+    block, around = {**BLOCK, **(own or {})}, {**ENDS, **(ends or {})}
+    return Names(block, around, head="output", prefixes=("",), blocks="blk", predicting=predicting)
 
 
 @dataclass(frozen=True)

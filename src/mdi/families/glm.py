@@ -9,7 +9,7 @@ import numpy as np
 from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, rotated_share, said, words
 from mdi.families.family import Family
 from mdi.families.gguf import Fields, Gguf, check_sigmoid, experts, names, partial_rotary, rms_eps
-from mdi.families.names import EXPERTS, GATED, LLAMA_BLOCK, LLAMA_ENDS, QK_NORMS, Names
+from mdi.families.names import EXPERTS, GATED, LLAMA_BLOCK, LLAMA_ENDS, PREDICTING, QK_NORMS, Names
 from mdi.model.plain import ModelConfig
 
 _WORDS = {
@@ -39,7 +39,7 @@ def _write(config: ModelConfig) -> Json:
 
 
 _SHARED = {f"mlp.shared_experts.{ours}": f"mlp.shared_experts.{GATED[ours]}" for ours in GATED}
-_NAMES = Names({**LLAMA_BLOCK, **QK_NORMS, **EXPERTS, **_SHARED}, LLAMA_ENDS)
+_NAMES = Names({**LLAMA_BLOCK, **QK_NORMS, **EXPERTS, **_SHARED}, LLAMA_ENDS, predicting=PREDICTING)
 
 
 def _read_gguf(fields: Fields, hf: Json) -> Json:

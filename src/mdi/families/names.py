@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -127,6 +127,10 @@ class Names:
         prefixes: what is before all names but the head's; the first one is written.
         blocks: what is between prefix and number of a block.
         unused: what files may hold besides, behind the prefix, of which nothing is computed; None: nothing.
+        predicting: what blocks have besides that predict further tokens, as `block`; None: it is not known.
+        predicting_prefix: theirs, if they are numbered from 0 behind it and have what is in `predicting` in common; "": they
+            are numbered behind the model's last block.
+        first: added to the numbers of our blocks.
     """
 
     block: Mapping[str, Where]
@@ -135,6 +139,22 @@ class Names:
     prefixes: tuple[str, ...] = _MODEL
     blocks: str = "layers"
     unused: re.Pattern[str] | None = None
+    predicting: Mapping[str, Where] | None = None
+    predicting_prefix: str = ""
+    first: int = 0
+
+    def of_predicting(self, n_layer: int, prefix: str) -> Names | None:
+        """The names of a model of just the blocks that predict further tokens (`mdi.model.plain.of_predicting`).
+
+        Args:
+            n_layer: of the other blocks.
+            prefix: of theirs.
+        """
+        if self.predicting is None:
+            return None
+        if self.predicting_prefix:
+            return replace(self, ends=self.predicting, prefixes=(self.predicting_prefix,))
+        return replace(self, block={**self.block, **self.predicting}, prefixes=(prefix,), first=n_layer)
 
     def prefix(self, tensors: Collection[str]) -> str:
         """The one that these tensors have."""
@@ -171,8 +191,11 @@ class Names:
         if match is not None:
             numbers = _EXPERT.search(match[2])
             expert = int(numbers[0]) if numbers else None
-            table, path, key = self.block, f"{prefix}{self.blocks}.{match[1]}.", _EXPERT.sub("{i}", match[2])
+            number = int(match[1]) + self.first
+            table, path, key = self.block, f"{prefix}{self.blocks}.{number}.", _EXPERT.sub("{i}", match[2])
         stem, _, ending = key.rpartition(".")
+        if stem in self.ends:
+            table, path = self.ends, prefix
         where, ending = (table[key], "") if key in table else (table.get(stem), f".{ending}")
         of = None if where is None else held(where)
         while of is not None:
@@ -230,6 +253,11 @@ def _piece(
     return Piece(tensor, whole, rows, number, of.is_interleaved, is_transposed, n_paired, of.plus, of.is_neg_exp)
 
 
+# Of blocks that predict further tokens, in most families that have them.
+PREDICTING: dict[str, Any] = {
+    "mtp.proj": "eh_proj", "mtp.norm_token": "enorm", "mtp.norm_hidden": "hnorm", "mtp.norm": "shared_head.norm",
+    "mtp.wte": "embed_tokens", "mtp.head": "shared_head.head",
+}  # fmt: skip
 # Of Llama, which most families follow.
 LLAMA_ENDS: dict[str, Any] = {"transformer.wte": "embed_tokens", "transformer.ln_f": "norm"}
 ATTENTION: dict[str, Any] = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from mdi.families.config_json import LLAMA_LIKE, SILU, Json, refuse, rotated_share, said, words
 from mdi.families.family import Family
-from mdi.families.gguf import Fields, Gguf, names, partial_rotary, rms_eps
+from mdi.families.gguf import PREDICTING_IN_GGUF, Fields, Gguf, names, partial_rotary, rms_eps
 from mdi.families.names import (
     ATTENTION,
     EXPERTS,
@@ -27,6 +27,7 @@ _SIZES = {
     "linear_value_head_dim": "v_size", "linear_conv_kernel_dim": "n_taps",
 }  # fmt: skip
 _IN_TURN = "linear_value_heads_in_turn"
+_PREDICTING_WORD = "mtp_num_hidden_layers"
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
@@ -157,9 +158,16 @@ _STACKED = {
     **_stacked("fc_2", "gate_up_proj", 1),
     **_stacked("proj", "down_proj", None),
 }
-_QWEN35 = Names({**_BOTH, **_APART, **GATED_MLP}, LLAMA_ENDS)
-_QWEN35_MOE = Names({**_BOTH, **_APART, **_MOE, **_STACKED}, LLAMA_ENDS)
-_NEXT = Names({**_BOTH, **_BY_KEYS, **_MOE}, LLAMA_ENDS)
+_PREDICTING: dict[str, Any] = {
+    "predicting_prefix": "mtp.",
+    "predicting": {
+        "mtp.proj": "fc", "mtp.norm_token": "pre_fc_norm_embedding", "mtp.norm_hidden": "pre_fc_norm_hidden",
+        "mtp.norm": "norm", "mtp.wte": "embed_tokens",
+    },
+}  # fmt: skip
+_QWEN35 = Names({**_BOTH, **_APART, **GATED_MLP}, LLAMA_ENDS, **_PREDICTING)
+_QWEN35_MOE = Names({**_BOTH, **_APART, **_MOE, **_STACKED}, LLAMA_ENDS, **_PREDICTING)
+_NEXT = Names({**_BOTH, **_BY_KEYS, **_MOE}, LLAMA_ENDS, **_PREDICTING)
 
 
 def _read_gguf(fields: Fields, hf: Json) -> Json:
@@ -212,8 +220,12 @@ _IN_GGUF: dict[str, Any] = {
     **_in_gguf("fc_2", "ffn_up_exps", 1),
 }
 _ENDS_IN_GGUF = {"transformer.ln_f": Held(("output_norm",), plus=1.0)}
-_GGUF_NAMES = names(_IN_GGUF, _ENDS_IN_GGUF)
-_NEXT_GGUF_NAMES = names({**_IN_GGUF, "delta.gates": Held(("ssm_ba",) * 2, heads=_gates_of_keys)}, _ENDS_IN_GGUF)
+_PREDICTING_IN_GGUF = {
+    ours: Held((theirs,), plus=1.0) if "norm" in ours else theirs for ours, theirs in PREDICTING_IN_GGUF.items()
+}
+_GGUF_NAMES = names(_IN_GGUF, _ENDS_IN_GGUF, _PREDICTING_IN_GGUF)
+_NEXT_IN_GGUF = {**_IN_GGUF, "delta.gates": Held(("ssm_ba",) * 2, heads=_gates_of_keys)}
+_NEXT_GGUF_NAMES = names(_NEXT_IN_GGUF, _ENDS_IN_GGUF, _PREDICTING_IN_GGUF)
 
 _PUBLISHED_NEXT: Json = {
     "model_type": "qwen3_next", "head_dim": 256, "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4,
@@ -247,6 +259,7 @@ FAMILIES = (
         _write,
         lambda _: _QWEN35,
         gguf=Gguf("qwen35", _read_gguf, _GGUF_NAMES),
+        predicting_word=_PREDICTING_WORD,
     ),
     Family(
         "qwen3_5_moe_text",
@@ -255,11 +268,12 @@ FAMILIES = (
         _write_moe,
         lambda _: _QWEN35_MOE,
         gguf=Gguf("qwen35moe", _read_gguf_moe, _GGUF_NAMES),
+        predicting_word=_PREDICTING_WORD,
         published=_PUBLISHED_35,
     ),
     Family(
         "qwen3_next", "Qwen3NextForCausalLM", _read_next, _write_next, lambda _: _NEXT,
-        gguf=Gguf("qwen3next", _read_gguf_next, _NEXT_GGUF_NAMES),
+        gguf=Gguf("qwen3next", _read_gguf_next, _NEXT_GGUF_NAMES), predicting_word=_PREDICTING_WORD,
         published={"Qwen/Qwen3-Next-80B-A3B-Instruct": _PUBLISHED_NEXT},
     ),
 )  # fmt: skip

@@ -568,6 +568,14 @@ def _thawed(value: Any) -> Any:
     return list(map(_thawed, value)) if isinstance(value, tuple) else value
 
 
+def of_predicting(config: ModelConfig, n: int) -> ModelConfig:
+    """The configuration of a model of just n blocks that predict further tokens of this one: they are as its last ones are, and
+    have attention where others have delta nets.
+    """
+    n_dense = None if config.first_k_dense_replace is None else 0
+    return dataclasses.replace(config, n_layer=n, first_k_dense_replace=n_dense, delta_net=None)
+
+
 @functools.lru_cache(maxsize=16)
 def spec_of(config: ModelConfig) -> ModelSpec:
     """The model of a configuration.

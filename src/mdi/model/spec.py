@@ -368,7 +368,6 @@ class ModelSpec:
         width: numbers of a row's hidden column.
         n_vocab, n_rows: ids that mean something, and rows of the embedding.
         max_length: most tokens of a text.
-        extra: blocks behind the head, which predict further tokens (multi-token prediction); they are in no cut.
     """
 
     name: str
@@ -378,7 +377,6 @@ class ModelSpec:
     max_length: int
     ends: Ends
     blocks: tuple[BlockSpec, ...]
-    extra: tuple[BlockSpec, ...] = ()
 
     @property
     def n_layer(self) -> int:

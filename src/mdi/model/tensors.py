@@ -25,6 +25,7 @@ POSITIONS = "transformer.wpe.weight"
 EMBEDDING_NORM = "transformer.wte_norm"
 INPUTS = "transformer.inputs."  # columns that the embedding gives to blocks
 INPUT_TABLE = f"{INPUTS}table.weight"
+PREDICTING = "mtp."  # within a block: what only those have that predict further tokens
 TABLES = (EMBEDDING, INPUT_TABLE)  # of which single rows are read
 
 Shape = tuple[int, ...]
@@ -63,6 +64,24 @@ def block_tensors(block: BlockSpec, width: int) -> Shapes:
         found |= _norm(norm, name, width)
     found |= {**_mixer(block.mixer, width), **dict(_mlp(block.mlp, width)), **_gated(block.gated, width)}
     return {**found, "scalar": (1,)} if block.has_scalar else found
+
+
+def predicting_tensors(spec: ModelSpec) -> Shapes:
+    """Of a block that predicts further tokens, besides those of other blocks: it reads a projection of a token's row and a
+    row behind the last norm, each normed. It may have a last norm, an embedding and a head of its own (`is_optional`).
+    """
+    width, norm = spec.width, spec.ends.final_norm
+    norms = [_norm(norm, f"{PREDICTING}{name}", width) for name in ("norm_token", "norm_hidden", "norm")]
+    return {
+        **_linear(f"{PREDICTING}proj", 2 * width, width, False),
+        **{name: shape for one in norms for name, shape in one.items()},
+        **{f"{PREDICTING}{name}.weight": (spec.n_rows, width) for name in ("wte", "head")},
+    }
+
+
+def is_optional(name: str) -> bool:
+    """Whether a block that predicts further tokens may be without a tensor."""
+    return name.rpartition(".")[0].endswith(tuple(f".{PREDICTING}{one}" for one in ("norm", "wte", "head")))
 
 
 def _gated(of: Gated | None, width: int) -> Shapes:

@@ -74,10 +74,13 @@ def parse_keys(text: str, where: str) -> tuple[bytes, ...]:
     return tuple(dict.fromkeys(keys))
 
 
-def write_keys(path: Path, keys: tuple[bytes, ...]) -> None:
+def write_keys(path: Path, keys: tuple[bytes, ...], replaces: bool = True) -> None:
     """Write a key file that only its owner can read; it appears whole or not at all. UsageError says why not.
 
     One that is there keeps its owner: a service may read it, and root change it.
+
+    Args:
+        replaces: False: one that is there stays as it is, also if another process made it just now.
     """
     new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     try:
@@ -92,11 +95,25 @@ def write_keys(path: Path, keys: tuple[bytes, ...]) -> None:
                         os.chown(file.fileno(), before.st_uid, before.st_gid)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(new, path)
+            if replaces:
+                os.replace(new, path)
+            else:
+                _name_if_free(new, path)
         finally:
             new.unlink(missing_ok=True)
     except OSError as e:
         raise UsageError(f"cannot write {path}: {e.strerror or e}") from None
+
+
+def _name_if_free(new: Path, path: Path) -> None:
+    """Give a file its name, if nobody has given that to another one."""
+    try:
+        os.link(new, path)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without hard links, on which two processes are not told apart
+        if not path.exists():
+            os.replace(new, path)
 
 
 def check_private(path: Path, found: os.stat_result) -> None:

@@ -217,11 +217,15 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Seconds to the first token of a prompt of `n_tokens` that is alone; `tensor_s` with every block on all nodes."""
+    """Seconds to the first token of a prompt of `n_tokens` that is alone; `tensor_s` with every block on all nodes; `read_s` to
+    read its caches, of `kept_bytes`, from the nodes' disks: None: that was not asked, or a disk's speed is not known.
+    """
 
     n_tokens: int
     seconds: float
     tensor_s: float | None = None
+    kept_bytes: int = 0
+    read_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -292,6 +296,23 @@ class PlanReport:
         if self.tensor is not None:
             beats = next((n / 100 for n in range(100) if speed(n / 100) > self.tensor.tokens_s), None)
         return dataclasses.replace(self, draft=DraftPlan(rate, n_frames, n_rows, tokens_s, beats))
+
+    def with_kept(self, profile: ClusterProfile, shape: ModelShape) -> PlanReport:
+        """The report with what a kept prompt takes: nodes read their files one after the other. Nodes that share blocks keep
+        none.
+        """
+        if self.first_token is None or self.groups:
+            return self
+        speeds = {node.name: node.disk_read_bytes_s for node in profile.nodes}
+        n = self.first_token.n_tokens
+        n_bytes = {
+            node.name: sum(block.cache_bytes(n) for block in shape.blocks[node.start : node.stop])
+            for node in self.nodes
+        }
+        is_known = all(speeds[name] for name, each in n_bytes.items() if each)
+        read_s = sum(each / speeds[name] for name, each in n_bytes.items() if each) if is_known else None
+        first = dataclasses.replace(self.first_token, kept_bytes=sum(n_bytes.values()), read_s=read_s)
+        return dataclasses.replace(self, first_token=first)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; times in seconds, sizes in bytes, ranges half-open."""
@@ -554,6 +575,7 @@ def format_plan(report: PlanReport) -> str:
         lines.append(_clients_line(report.clients))
     if report.first_token is not None:
         lines.append(_prompt_line(report.first_token))
+        lines += _kept_lines(report.first_token)
     lines += [
         f"window:   {node.name} keeps {size(node.memory.weights)} of weights, and reads {size(node.read_bytes)} for each frame "
         f"in {duration(node.read_s)}"
@@ -598,6 +620,22 @@ def _clients_line(clients: Clients) -> str:
 def _prompt_line(first: FirstToken) -> str:
     shared = f", {duration(first.tensor_s)} with every block on all nodes" if first.tensor_s is not None else ""
     return f"prompt:   {duration(first.seconds)} to the first token of {first.n_tokens} tokens{shared}"
+
+
+def _kept_lines(first: FirstToken) -> list[str]:
+    if not first.kept_bytes:
+        return []
+    if first.read_s is None:
+        return ["prefixes: nobody knows how fast the disks are: nodes measure it with the first prefix that they read"]
+    faster = (
+        "read, which is faster than computing"
+        if first.read_s < first.seconds
+        else "computed, which is faster than reading"
+    )
+    return [
+        f"prefixes: {size(first.kept_bytes)} of caches of such a prompt are read from the disks in {duration(first.read_s)}: "
+        f"a kept one is {faster}"
+    ]
 
 
 def _draft_line(draft: DraftPlan, tensor: TensorPlan | None) -> str:

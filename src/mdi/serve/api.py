@@ -188,7 +188,7 @@ def _guarded(api: ApiState, routes: Sequence[BaseRoute], answer: Answer, failed:
 
     cors = Middleware(
         CORSMiddleware, allow_origins=api.settings.origins, allow_methods=["GET", "POST"],
-        allow_headers=["authorization", "content-type", "x-api-key", "anthropic-version"],
+        allow_headers=["*"], expose_headers=["retry-after"],  # clients in pages tell much about themselves in headers
     )  # fmt: skip
     app = Starlette(
         routes=routes,

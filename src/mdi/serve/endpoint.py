@@ -54,7 +54,7 @@ class Exchange:
         self._media_type = media_type
         self._receive = receive
         self._send = send
-        self._last_s = 0.0  # when a part of the stream was sent last
+        self._last_s = 0.0  # when a part of the stream was sent last, or its text was begun
         self.is_streaming = False
 
     @property
@@ -127,13 +127,17 @@ class Exchange:
         self._last_s = time.monotonic()
 
     @asynccontextmanager
-    async def kept_alive(self, sign: Callable[[], bytes]) -> AsyncIterator[None]:
-        """Behind the first part of a stream: push a sign of life whenever there was nothing else for SIGN_S, as while a prompt
-        is computed, or a call is written, which comes as a whole.
+    async def kept_alive(self, sign: Callable[[], bytes] | None) -> AsyncIterator[None]:
+        """Push a sign of life whenever there was nothing else for SIGN_S, as while a prompt is computed, or a call is written,
+        which comes as a whole. A stream may begin with one: until then an error has its own status.
+
+        Args:
+            sign: makes one; None: nothing is streamed.
         """
-        if not self.is_streaming:
+        if sign is None:
             yield
             return
+        self._last_s = time.monotonic()
 
         async def keep() -> None:
             while True:

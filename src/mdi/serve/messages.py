@@ -93,6 +93,16 @@ def _choice(given: Any) -> Any:
     return kind and CHOICES[kind]
 
 
+def _read(content: Any, others: set[str]) -> Any:
+    """A result without its blocks of other kinds, which `others` gets."""
+    kinds = [
+        one.get("type") if isinstance(one, dict) else None for one in (content if isinstance(content, list) else ())
+    ]
+    left_out = {kind for kind in kinds if isinstance(kind, str) and kind not in (*TEXTS, *OF_USERS)}
+    others.update(left_out)
+    return [one for one, kind in zip(content, kinds, strict=True) if kind not in left_out] if left_out else content
+
+
 def _system(given: Any) -> str:
     first = given[0] if isinstance(given, list) and given and isinstance(given[0], dict) else {}
     is_left_out = isinstance(first.get("text"), str) and first["text"].startswith(BILLING)
@@ -131,7 +141,7 @@ def _turns(given: Any) -> list[Turn]:
                 calls.append(_call(where, block))
             elif kind == "tool_result" and role == "user":
                 end_words()
-                result = text_of(where, block.get("content"), TEXTS, "\n\n")
+                result = text_of(where, _read(block.get("content"), others), TEXTS, "\n\n")
                 turns.append(Turn("tool", result, others={"tool_call_id": word_of(where, block, "tool_use_id")}))
             elif not isinstance(kind, str) or kind in OF_USERS or kind in ("thinking", "tool_use", "tool_result"):
                 why = f": {LANGUAGE_ALONE}" if kind in SEEN else ""

@@ -242,7 +242,11 @@ class _Answer(Growing):
             "total_duration": end_s - begin_s, "load_duration": usage.begin_s - begin_s,
             "prompt_eval_duration": first_s - usage.begin_s, "eval_duration": last_s - first_s,
         }  # fmt: skip
-        counts = {"prompt_eval_count": usage.n_prompt, "eval_count": usage.n_completion}
+        counts = {
+            "prompt_eval_count": usage.n_prompt,
+            "eval_count": usage.n_completion,
+            "cached_tokens": usage.n_cached,
+        }
         reason = "load" if self._asked.says_nothing else self.ending.reason if self.ending else "stop"
         return {"done": True, "done_reason": reason, **{name: int(s * 1e9) for name, s in seconds.items()}, **counts}
 

@@ -133,7 +133,7 @@ def surface(
         exchange.failure = lambda e: written(growing.failed(e))
         if is_streamed:
             await exchange.push(written(growing.begin()))
-        async with exchange.kept_alive(lambda: written([growing.sign()])):
+        async with exchange.kept_alive((lambda: written([growing.sign()])) if is_streamed else None):
             async for piece in answers.pieces():
                 if piece.n_before is not None:  # only where nothing is streamed
                     growing = open_answer(asked, answers)

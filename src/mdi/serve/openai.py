@@ -15,6 +15,7 @@ from mdi.serve.request import TextPiece, Usage
 
 PACE = "pace"  # an extension of ours in `usage`, on all surfaces
 DONE = b"data: [DONE]\n\n"
+SIGN = b": waiting\n\n"  # a comment, which parsers leave out; some take ": ping" for the end
 
 
 class Choices(ABC):
@@ -53,14 +54,16 @@ def surface(read: Callable[[Any], Any], open_choices: Callable[[Any, Answers], C
             await exchange.push(stream_event({**made, "object": choices.CHUNK, "choices": list(shown), **others}))
 
         exchange.failure = _failure
-        begun = choices.begin()
-        if fields.is_streamed:
-            for choice in begun:
-                await push(choice)
-        async for piece in answers.pieces():
-            new = choices.piece(piece)
-            if fields.is_streamed and new is not None:
-                await push(new)
+        begun = (
+            choices.begin() if fields.is_streamed else []
+        )  # they wait for a piece: until then an error has its own status
+        async with exchange.kept_alive((lambda: SIGN) if fields.is_streamed else None):
+            async for piece in answers.pieces():
+                new = choices.piece(piece)
+                if fields.is_streamed and new is not None:
+                    for choice in (*begun, new):
+                        await push(choice)
+                    begun = []
         usage = usage_of(answers.usage)
         if not fields.is_streamed:
             await exchange.answer({**made, "object": choices.OBJECT, "choices": choices.choices(), "usage": usage})

@@ -3,7 +3,7 @@
 A template writes special tokens by their names, and the tokenizer finds these names wherever they stand: also in what a user
 says, the description of a tool, a page that a tool has read, or a file that a call writes. There they would end a turn, or
 begin one of the system. So a character that occurs nowhere else is put into such a name before a chat is rendered, and the text
-is cut there before it is tokenized.
+is cut there before it is tokenized. Names may overlap: each of them that begins anywhere is cut behind its first character.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ class Quotes:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        found = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, found))) if found else None
+        rests: dict[str, list[str]] = {}  # of the names, by their first characters
+        for name in names:
+            if len(name) > 1:
+                rests.setdefault(name[0], []).append(re.escape(name[1:]))
+        begins = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
+        self._begins = re.compile("|".join(begins)) if rests else None  # finds the first characters alone
 
     def quoted(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
@@ -41,7 +45,7 @@ class Quotes:
         """
         said = [[value for name, value in message.items() if _is_quoted(message, name)] for message in messages]
         said.append([_arguments(call) for message in messages for call in message.get("tool_calls") or ()])
-        if self._names is None or not any(map(self._names.search, _texts([said, *tools]))):
+        if self._begins is None or not any(map(self._begins.search, _texts([said, *tools]))):
             return [dict(message) for message in messages], list(tools), ""
         used = set("".join(_texts([*messages, said, *tools])))
         cut = next((chr(code) for code in _PRIVATE if chr(code) not in used), None)
@@ -51,7 +55,7 @@ class Quotes:
 
     def pieces(self, text: str) -> list[str]:
         """A text, cut within each name of a special token."""
-        cuts = [] if self._names is None else [found.start() + 1 for found in self._names.finditer(text)]
+        cuts = [] if self._begins is None else [found.end() for found in self._begins.finditer(text)]
         return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
     def _with_cuts(self, message: Mapping[str, Any], cut: str) -> dict[str, Any]:
@@ -73,8 +77,8 @@ class Quotes:
 
     def marked(self, value: Any, cut: str) -> Any:
         """A value of JSON with `cut` (see `quoted`) in the names of special tokens; "": as it is."""
-        if isinstance(value, str) and self._names is not None:
-            return self._names.sub(lambda found: found[0][0] + cut + found[0][1:], value)
+        if isinstance(value, str) and self._begins is not None:
+            return self._begins.sub(lambda found: found[0] + cut, value)
         if isinstance(value, dict):
             return {self.marked(key, cut): self.marked(one, cut) for key, one in value.items()}
         return [self.marked(one, cut) for one in value] if isinstance(value, list) else value

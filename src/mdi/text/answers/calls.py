@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from mdi.text.answers.events import Call, CallBegun, CallPiece, Event, Text, Tools, n_begun
@@ -27,6 +28,7 @@ _MISTRAL = "[TOOL_CALLS]"
 _OPEN = (_MISTRAL, "<|python_tag|>")  # marks without an end
 _NO_MARK = ""  # of JSON alone
 _BLANKS = re.compile(r"\s*")
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}", re.ASCII)
 Head = tuple[
     re.Pattern[str], re.Pattern[str]
 ]  # what stands between a mark and the JSON of a call, and what may become that
@@ -449,3 +451,26 @@ def _typed(text: str, schema: Any) -> Any:
         return json.loads(text, parse_constant=refused_constant)
     except (ValueError, RecursionError):
         return text
+
+
+def mistral_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages of a chat as Mistral's templates want them: they refuse ids of calls that do not have nine letters and digits,
+    such as another service has given.
+    """
+    return [_with_short_ids(message) for message in messages]
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+    made = dict(message)
+    if "tool_call_id" in made:
+        made["tool_call_id"] = _short_id(made["tool_call_id"])
+    if "tool_calls" in made:
+        made["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in made["tool_calls"]]
+    return made
+
+
+def _short_id(given: Any) -> str:
+    """The same one for the same id."""
+    return (
+        given if isinstance(given, str) and _SHORT_ID.fullmatch(given) else sha256(str(given).encode()).hexdigest()[:9]
+    )

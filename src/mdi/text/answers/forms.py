@@ -80,8 +80,8 @@ _CALLS_BY_MARKS = {  # the first whose marks the template has
     (deepseek.CALLS,): _DEEPSEEK,
     (gemma.CALL,): Form(calls=gemma.GEMMA_CALLS),
     ("<tool_call>", "<function="): Form(calls=calls.CODER_CALLS),
-    ("[TOOL_CALLS]", "[ARGS]"): Form(calls=calls.MISTRAL_CALLS),
-    ("[TOOL_CALLS]",): Form(calls=calls.MISTRAL_LISTS),
+    ("[TOOL_CALLS]", "[ARGS]"): Form(calls=calls.MISTRAL_CALLS, messages=calls.mistral_messages),
+    ("[TOOL_CALLS]",): Form(calls=calls.MISTRAL_LISTS, messages=calls.mistral_messages),
     ("<tool_call>",): Form(calls=calls.HERMES_CALLS),
     ('"parameters": dictionary',): Form(calls=calls.LLAMA_CALLS),
 }

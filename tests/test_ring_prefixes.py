@@ -1,0 +1,320 @@
+"""What the keys of kept prefixes depend on, what a starter takes from its nodes' answers, and who has the key of a machine."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cryptography.exceptions import UnsupportedAlgorithm
+
+from loopback import DEADLINE_S
+from mdi.engine import kept_prefixes
+from mdi.engine.kept_prefixes import KeptFiles, Secrets
+from mdi.engine.memory import CacheMemory, Kept, NodeCaches, Prefixes
+from mdi.engine.prefix_tasks import FETCH, FILL, FIND, KEEP, PrefixTask, RingPrefixes
+from mdi.engine.scheduler import PromptPace, Scheduler
+from mdi.engine.sequence import Plan, PlannedSlice, SamplingParams, Sequence
+from mdi.errors import EngineError, WireError
+from mdi.model.caches import PAGE, PageClass
+from mdi.net import keys
+from mdi.net.keys import KeyFile, new_secret, write_keys
+from mdi.run.ring_prefixes import StarterPrefixes
+from mdi.spec.arithmetic import Arithmetic
+from mdi.spec.model_id import Formats
+from mdi.spec.options import StarterOptions
+from test_kept_prefixes import MadeUp, keep_task, kept
+
+OWNER = f"{'0' * 16}-{'1' * 16}"
+USUAL = StarterOptions()
+INT8 = Arithmetic("fused", Formats.one("int8"), "fp16")
+
+
+# The keys of a ring
+
+
+def of_ring(
+    folder: Path, options: StarterOptions = USUAL, *, max_length: int = 512, sha256: str = "a", **of: Any
+) -> RingPrefixes | None:
+    spec = SimpleNamespace(blocks=())  # of which the keys contain only hashes
+    model = SimpleNamespace(spec=spec, config_hash=of.pop("config_hash", "c"), dtype=of.pop("dtype", "bfloat16"))
+    weights: Any = SimpleNamespace(
+        blocks=[(0, 1), (1, 5)], is_shared=of.pop("is_shared", False), model=model, n_layer=5,
+        spec=lambda part: SimpleNamespace(sha256=sha256 if part == "head" else part),
+    )  # fmt: skip
+    stage: Any = SimpleNamespace(caches=SimpleNamespace(cache_type=of.pop("cache_type", "float16")))
+    arithmetic = of.pop("arithmetic", INT8)
+    assert not of
+    files = KeptFiles(folder, 1 << 20, Secrets(folder, None))
+    return StarterPrefixes(files, options).of_ring(weights, stage, ("a", "b"), (arithmetic, arithmetic), max_length)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"max_length": 1024},  # positions may be scaled by it
+        {"sha256": "b"},  # weights of the same shape
+        {"config_hash": "d"},
+        {"dtype": "float16"},
+        {"cache_type": "int8"},
+        {"arithmetic": replace(INT8, formats=Formats.one("int4"))},
+        {"options": StarterOptions(quantize_head="int8")},
+        {"options": StarterOptions(wire_dtype="fp16")},
+        {"options": StarterOptions(dtype="float32")},
+    ],
+    ids=str,
+)
+def test_whatever_the_numbers_depend_on_makes_other_keys(other: dict[str, Any], tmp_path: Path) -> None:
+    first, again, changed = of_ring(tmp_path), of_ring(tmp_path), of_ring(tmp_path, **other)
+    assert first is not None and again is not None and changed is not None
+    assert first.seed == again.seed != changed.seed
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"is_shared": True}, {"options": StarterOptions(verify=0.5)}, {"arithmetic": replace(INT8, unit="cuda")}],
+    ids=str,
+)
+def test_rings_that_could_not_use_them_keep_none(other: dict[str, Any], tmp_path: Path) -> None:
+    assert of_ring(tmp_path, **other) is None
+
+
+def test_each_list_of_keys_and_each_key_has_folders_of_its_own(tmp_path: Path) -> None:
+    """A key's folder also changes with its digest: who gets the name of a revoked key does not get its texts."""
+
+    def folder(realm: str, owner: str, digest: str = "d") -> str:
+        made = of_ring(tmp_path, StarterOptions(prefix_realm=realm, prefix_owners=((owner, digest),)))
+        assert made is not None and made.owners is not None
+        assert made.task(FIND, f"adapter/{owner}", []).owner == made.owners.owner
+        return made.owners.owner
+
+    one = folder("list", "a")
+    assert one == folder("list", "a")
+    assert one.partition("-")[0] == folder("list", "b").partition("-")[0] != folder("other", "a").partition("-")[0]
+    assert len({one, folder("list", "b"), folder("other", "a"), folder("list", "a", "e")}) == 4
+
+
+# Keys of a machine
+
+
+def test_nodes_that_begin_at_the_same_time_have_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have seen that there is no file when the first one writes it."""
+    n, found = 8, list[bytes]()
+    together, real = threading.Barrier(n, timeout=60), write_keys
+
+    def write(*args: Any, **kwargs: Any) -> None:
+        together.wait()
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(kept_prefixes, "write_keys", write)
+    threads = [threading.Thread(target=lambda: found.append(Secrets(tmp_path, None).all()[0])) for _ in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == n and set(found) == {Secrets(tmp_path, None).all()[0]}
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+def test_a_disk_without_hard_links_gets_a_key_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(keys.os, "link", link)
+    first = Secrets(tmp_path, None).all()
+    write_keys(tmp_path / "key", (new_secret(),), replaces=False)
+    assert Secrets(tmp_path, None).all() == first
+    write_keys(tmp_path / "key", (new_secret(),))
+    assert Secrets(tmp_path, None).all() != first
+
+
+# Ciphers
+
+
+@pytest.mark.parametrize("has_fast", [True, False])
+def test_a_file_says_its_cipher(has_fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that would take the other one opens it; one that does not have it, or does not know it, removes the file."""
+    write_keys(tmp_path / "cluster", (new_secret(),))
+    monkeypatch.setattr(kept_prefixes, "has_fast_aes", lambda: has_fast)
+    with kept([tmp_path / "files"], keys=KeyFile(tmp_path / "cluster")) as (files,):
+        assert files.answer(keep_task(1), MadeUp(1)).is_done and files.flush(DEADLINE_S)
+        ((path, _, _),) = files.files()
+        sealed = path.read_bytes()
+        assert sealed[5] == (1 if has_fast else 2)
+        monkeypatch.setattr(kept_prefixes, "has_fast_aes", lambda: not has_fast)
+        assert files.read(path, "float32").first == 0
+        for changed in (b"\x03", b"\x02" if has_fast else b"\x01"):
+            path.write_bytes(sealed[:5] + changed + sealed[6:])
+            with pytest.raises(EngineError, match="is removed"):
+                files.read(path, "float32")
+            assert not path.exists()
+
+        def lacks(*_: object) -> None:
+            raise UnsupportedAlgorithm("made up")
+
+        monkeypatch.setattr(kept_prefixes, "cipher_named", lacks)
+        path.write_bytes(sealed)
+        with pytest.raises(EngineError, match="does not have its cipher"):
+            files.read(path, "float32")
+        assert not path.exists()
+
+
+# What nodes answer
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ends": "-1"}, {"ends": "x"}, {"keys": "0"}, {"keys": "zz"}, {"kind": "other"}, {"stop": PAGE + 1},
+        {"start": 2 * PAGE},
+        {"stop": 3 * PAGE}, {"kind": FILL, "stop": 0}, {"owner": "../up"}, {"owner": ""}, {"owner": f"{OWNER} "},
+        {"run_pages": 0},
+    {"seq_id": -1}, {"some": "-1"}, {"kind": FETCH, "stop": 0}, {"wanted": "../../key"}, {"files": f"{'0' * 40}.kv"},
+        {"files": "../up AAAA"}, {"files": f"{'0' * 40}.kv ?"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_task_that_cannot_be_done_is_refused(wrong: dict[str, Any]) -> None:
+    good = PrefixTask(KEEP, 1, 0, OWNER, "00" * 32, 2, 0, 2 * PAGE)
+    assert PrefixTask.of(good.frame(3, 4)) == good
+    bad = SimpleNamespace(**{**vars(good), **wrong})
+    with pytest.raises(WireError):
+        PrefixTask.of(PrefixTask.frame(bad, 3, 4))  # type: ignore[arg-type]
+
+
+class Ring(RingPrefixes):
+    """The starter has all."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda task: task, "seed", 2, lambda owner: OWNER)
+
+
+def asking(n_pages: int = 5) -> tuple[Scheduler, Plan]:
+    """A scheduler whose text waits for the nodes' answers, and the plan of the question."""
+    scheduler = Scheduler(2)
+    scheduler.ring_prefixes = Ring()
+    scheduler.rewind(2, CacheMemory((NodeCaches("starter", 1 << 40, (PageClass(None, 1),)),)))
+    ids = tuple(range(n_pages * PAGE + 1))
+    scheduler.submit(Sequence(7, ids, SamplingParams(n_tokens=3), 10_000, owner="a"))
+    plan = scheduler.schedule()
+    assert plan is not None and plan.task is not None and plan.task.kind == FIND
+    return scheduler, plan
+
+
+def test_a_starter_takes_only_what_it_asked_for() -> None:
+    scheduler, plan = asking()
+    assert plan.task is not None
+    with pytest.raises(EngineError, match="without the task"):
+        scheduler.update(plan.number, {})
+    with pytest.raises(EngineError, match="expected frame"):
+        scheduler.answered(plan.number + 1, plan.task)
+    with pytest.raises(EngineError, match="another task"):
+        scheduler.answered(plan.number, replace(plan.task, kind=FILL, stop=PAGE))
+    # Ends that nobody asked for, another sequence and another folder: none of them count.
+    scheduler.answered(plan.number, replace(plan.task, ends="ff04", seq_id=8, owner=OWNER[::-1], keys=""))
+    fill = scheduler.schedule()
+    assert fill is not None and fill.task == replace(plan.task, kind=FILL, ends="4", stop=3 * PAGE)
+
+
+def test_an_answer_for_a_text_that_has_gone_is_left_alone() -> None:
+    scheduler, plan = asking()
+    assert plan.task is not None
+    scheduler.cancel(7)
+    scheduler.answered(plan.number, plan.task)
+    freed = scheduler.schedule()
+    assert freed is not None and freed.task is None and freed.freed == (7,)
+
+
+def test_what_is_dropped_from_memory_leaves_nothing_behind() -> None:
+    """And an answer about it that comes later does not, either."""
+    memory = CacheMemory((NodeCaches("starter", 100, (PageClass(None, 1),)),))
+    prefixes = Prefixes(memory, 1.0)
+    for seq_id in range(1000):
+        prefixes.add(Kept(seq_id, "a", tuple(range(seq_id, seq_id + 2 * PAGE)), (30,)))
+        found = prefixes.unwritten(2)
+        assert found is not None and (found[0].seq_id, found[1]) == (seq_id, 0)
+        prefixes.note_written(seq_id, 1)
+        assert prefixes.unwritten(2) == (found[0], 1)
+        prefixes.note_written(seq_id, 2)
+        prefixes.note_written(seq_id - 50, 2)
+    assert prefixes.unwritten(2) is None
+    assert len(prefixes.n_on_disk) == len(prefixes) == 3
+
+
+# Read or compute
+
+
+@pytest.mark.parametrize(("row_s", "is_read"), [(None, True), (0.011, True), (0.009, False)])
+def test_what_is_computed_faster_is_not_read(row_s: float | None, is_read: bool) -> None:
+    scheduler, plan = asking()
+    assert plan.task is not None
+    scheduler.row_s = row_s
+    scheduler.answered(plan.number, replace(plan.task, row_read_s=0.01))
+    after = scheduler.schedule()
+    assert after is not None
+    if is_read:
+        assert after.task is not None and (after.task.kind, after.task.stop) == (FILL, 5 * PAGE)
+    else:
+        assert after.task is None and [part.start for part in after.slices] == [0]
+
+
+def test_nodes_say_how_fast_they_read_as_they_have_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches, keep = MadeUp(4), keep_task(1)
+    find = replace(keep, kind=FIND, stop=0, ends="1", row_read_s=0.25)
+    with kept([tmp_path]) as (files,):
+        assert files.answer(keep, caches).is_done and files.flush(DEADLINE_S)
+        assert files.answer(replace(keep, kind=FILL), caches).is_done
+        assert files.answer(find, caches).row_read_s == 0.25, "so few bytes say nothing"
+        monkeypatch.setattr(kept_prefixes, "MEASURED_BYTES", 1)
+        assert files.answer(replace(keep, kind=FILL), caches).is_done
+        assert 0.25 < files.answer(find, caches).row_read_s < 0.25 + DEADLINE_S
+        assert files.answer(replace(find, keys="ab" * 16), caches).row_read_s == 0.25, "there is nothing to read"
+        monkeypatch.setattr(kept_prefixes, "RATE_S", -1.0)
+        assert files.answer(find, caches).row_read_s == 0.25, "that was long ago"
+
+
+def test_what_a_prompt_row_takes_is_seen_in_frames_of_prompts_alone() -> None:
+    def frame(number: int, n_prompt: int, n_decoding: int = 0) -> Plan:
+        parts = [PlannedSlice(1, 0, n_prompt, 0, (0,) * n_prompt, is_prompt=True)] if n_prompt else []
+        return Plan(number, (*parts, *(PlannedSlice(2 + i, 0, 1, 1, (0,)) for i in range(n_decoding))), ())
+
+    pace = PromptPace()
+    for number, (rows, seconds) in enumerate([((64, 1), 9.0), ((8, 0), 9.0), ((0, 2), 9.0)]):
+        pace.sent(frame(number, *rows), 10.0 * number)
+        pace.returned(number, 10.0 * number + seconds)
+    assert pace.row_s is None
+    for number in (3, 4):  # both are under way: the second one follows the first
+        pace.sent(frame(number, 64), 100.0)
+    pace.returned(3, 100.0 + 6.4)
+    assert pace.row_s == pytest.approx(0.1)
+    pace.returned(4, 100.0 + 6.4 + 3.2)
+    assert pace.row_s == pytest.approx(0.1 - 0.2 * 0.05)
+
+
+# In memory
+
+
+def test_what_a_waiting_text_begins_with_is_dropped_last() -> None:
+    def text(seq_id: int, first: int, n_pages: int) -> Sequence:
+        return Sequence(
+            seq_id, tuple(range(first, first + n_pages * PAGE + 1)), SamplingParams(n_tokens=1), 10_000, owner="a"
+        )
+
+    scheduler = Scheduler(1, kept_share=1.0)
+    scheduler.rewind(1, CacheMemory((NodeCaches("starter", 13, (PageClass(None, 1),)),)))
+
+    def go_on() -> None:
+        while (plan := scheduler.schedule()) is not None:
+            scheduler.update(plan.number, {part.seq_id: [5] for part in plan.slices if part.n_logits})
+
+    for seq_id, first, n_pages in ((1, 0, 3), (2, 5000, 5)):
+        scheduler.submit(text(seq_id, first, n_pages))
+        go_on()
+    assert scheduler.n_reused == 0
+    scheduler.submit(text(3, 9000, 4))
+    scheduler.submit(text(4, 0, 3))  # as the one that was used longest ago
+    go_on()
+    assert scheduler.n_reused == 3 * PAGE and not scheduler.has_work
