@@ -66,7 +66,8 @@ def streamed(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
             usage = event.get("usage") or usage
             for choice in event.get("choices", ()):
                 piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-                first_s = first_s or (piece != "" and time.perf_counter() - begin)
+                if not first_s and (piece or "text" in choice):
+                    first_s = time.perf_counter() - begin
                 text += piece
     details = usage["prompt_tokens_details"]
     return {"first_s": first_s, "text": text, "n": usage["prompt_tokens"], "cached": details["cached_tokens"]}
@@ -93,7 +94,9 @@ def restart(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     flags = ["--nodes", "2", "--quantize", args.format]
 
     def ask(port: int, ids: list[int]) -> dict[str, Any]:
-        return streamed(port, "/v1/completions", {"prompt": ids, "max_tokens": 2, "ignore_eos": True})
+        return streamed(
+            port, "/v1/completions", {"prompt": ids, "max_tokens": 2, "logprobs": 0}
+        )  # an event for each token
 
     found: dict[str, list[Any]] = {"kept_s": [], "anew_s": [], "kept_bytes": [], "cached": []}
     for i in range(args.rounds):

@@ -66,13 +66,13 @@ class Life:
 
 def harm(rng: random.Random, folder: Path) -> None:
     for path in sorted(folder.rglob("*.kv")):
-        data, what = path.read_bytes(), rng.randrange(12)
+        data, what = path.read_bytes(), rng.randrange(50)
         at = rng.randrange(max(1, len(data)))
         if what == 0 and data:
             path.write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
         elif what == 1:
             path.write_bytes(data[:at])
-        elif what == 2:
+        elif 5 <= what <= 9:
             path.write_bytes(rng.choice(sorted(folder.rglob("*.kv"))).read_bytes())
         elif what == 3:
             os.utime(path, (0, rng.choice([0, 1e10])))
