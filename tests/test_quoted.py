@@ -6,15 +6,16 @@ import asyncio
 import io
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from sentencepiece import SentencePieceTrainer
 
 from mdi.serve.api_errors import ApiError
 from mdi.serve.chat import Chat
-from mdi.text.quoted import Quotes
+from mdi.text.quoted import Quotes, one_of
 from mdi.text.tokenizer import read_tokenizer
 from test_call_forms import codec
 from test_harmony import TEMPLATE, TOOL, USER, ids_of, model_of, tokenizer, write_texts
@@ -107,11 +108,39 @@ def test_no_name_stays_whole_where_names_overlap() -> None:
         begins = [i for i in range(len(text)) if text.startswith(tuple(names), i)]
         n_overlapping += any(b - a < max(map(len, names)) for a, b in zip(begins, begins[1:], strict=False))
         quotes = Quotes(names)
+        ends = [*(i + 1 for i in begins), len(text)]
+        assert quotes.pieces(text) == [text[a:b] for a, b in zip([0, *ends], ends, strict=False)], (names, text)
         cut = "\ue000"
         for pieces in (quotes.pieces(text), quotes.marked(text, cut).split(cut)):
             assert "".join(pieces) == text
             assert not [name for name in names for piece in pieces if name in piece], (names, text)
     assert n_overlapping > 200
+
+
+def test_what_names_have_in_common_is_tried_once() -> None:
+    """Of thousands, where each of them was tried at each character that any begins with."""
+    pattern = one_of([f"unused{i}>" for i in range(1000)])
+    assert pattern.startswith("unused(?:") and len(pattern) < 4000
+    assert one_of(["ab", "abc", "d", "abd", "d|"]) == r"ab|d"
+
+
+def test_names_that_part_at_each_of_many_characters_are_found() -> None:
+    names = ["<" + "a" * i + "b" for i in range(1000)]
+    quotes = Quotes(names)
+    for name in names[::111]:
+        assert quotes.pieces(f"<a{name}") == ["<a<", name[1:]]
+    assert quotes.pieces("<" + "a" * 1000 + "b") == ["<" + "a" * 1000 + "b"]
+
+
+def test_a_chat_that_is_too_long_is_not_searched(tmp_path: Path) -> None:
+    model = replace(model_of(write_texts(tmp_path / "texts")), most_characters=9)
+    model.codec.quotes = cast(Any, None)
+    said = {"role": "assistant", "content": "a" * 20}
+    chat = Chat({"messages": [{"role": "user", "content": "12345"}, said, {"role": "user", "content": "<s>45 "}]})
+    with pytest.raises(ApiError, match="messages: it has 10 characters") as found:
+        asyncio.run(chat.conversation.opened(model, chat.fields))
+    model.template.close()
+    assert found.value.status == 400
 
 
 def test_overlapping_names_are_letters_to_the_tokenizer(tmp_path: Path) -> None:

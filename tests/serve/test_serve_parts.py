@@ -587,7 +587,7 @@ def test_a_chat_that_its_template_does_not_write_gets_an_error_of_the_api(
     async def scenario() -> None:
         template = ChatTemplate(source, {})
         codec = SimpleNamespace(quotes=Quotes(()))
-        model = SimpleNamespace(template=template, codec=codec, form_of=lambda _: WORDS)
+        model = SimpleNamespace(template=template, codec=codec, form_of=lambda _: WORDS, most_characters=99)
         with pytest.raises(ApiError) as caught:
             try:
                 await chat.opened(cast(LoadedModel, model))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from mdi.errors import CheckpointError, Code, UsageError
 from mdi.serve.api_errors import ApiError, invalid
 from mdi.serve.models import LoadedModel
-from mdi.serve.request import CommonFields, Opened, check_prompt, checked_text, encoded
+from mdi.serve.request import CommonFields, Opened, check_characters, check_prompt, checked_text, encoded
 from mdi.serve.tools import ToolUse
 from mdi.text.answers.calls import parsed_arguments
 from mdi.text.answers.forms import WORDS, Form
@@ -77,6 +77,9 @@ class Conversation:
         Args:
             streams_calls: whether arguments of calls come in pieces.
         """
+        # before anything looks through them; templates leave out what the assistant has said, and blanks at the ends
+        given = (turn.content for turn in self.turns if turn.role != "assistant" and turn.content)
+        check_characters(model, sum(len(content.strip()) for content in given), self.param)
         tools = self.tools.tools
         template = model.template.for_chat(has_tools=bool(tools))
         form = model.form_of(template)

@@ -343,15 +343,20 @@ class TextPiece:
 
 async def encoded(model: LoadedModel, text: str, encode: Callable[[str], list[int]], param: str) -> list[int]:
     """Ids of a text. It is tokenized in a thread: others do not wait for a long text or a slow tokenizer. Raises ApiError."""
-    if len(text) > model.most_characters:
-        raise ApiError(
-            400, f"{param}: it has {len(text)} characters, more than the {model.context} tokens of this model's texts can hold",
-            "context_length_exceeded", param,
-        )  # fmt: skip
+    check_characters(model, len(text), param)
     try:
         return await asyncio.to_thread(encode, text)
     except CheckpointError as e:
         raise ApiError(400, f"{param}: {e}", e.code, param) from None
+
+
+def check_characters(model: LoadedModel, n: int, param: str) -> None:
+    """Raises ApiError if a text of n characters has too many tokens, whatever it says."""
+    if n > model.most_characters:
+        raise ApiError(
+            400, f"{param}: it has {n} characters, more than the {model.context} tokens of this model's texts can hold",
+            "context_length_exceeded", param,
+        )  # fmt: skip
 
 
 def check_prompt(model: LoadedModel, ids: Sequence[int], param: str) -> None:

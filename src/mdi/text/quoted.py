@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 from mdi.errors import UsageError
 from mdi.text.answers.calls import parsed_arguments
 
 _PRIVATE = range(0xE000, 0xF900)  # characters that no script has
+_DEPTH = 50  # of groups in a regular expression; Python reads and compiles them by recursion
 _SAID = ("content", "reasoning_content", "reasoning")  # by the assistant
 
 
@@ -29,8 +31,8 @@ class Quotes:
         rests: dict[str, list[str]] = {}  # of the names, by their first characters
         for name in names:
             if len(name) > 1:
-                rests.setdefault(name[0], []).append(re.escape(name[1:]))
-        begins = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
+                rests.setdefault(name[0], []).append(name[1:])
+        begins = (f"{re.escape(first)}(?={one_of(rest)})" for first, rest in rests.items())
         self._begins = re.compile("|".join(begins)) if rests else None  # finds the first characters alone
 
     def quoted(
@@ -82,6 +84,25 @@ class Quotes:
         if isinstance(value, dict):
             return {self.marked(key, cut): self.marked(one, cut) for key, one in value.items()}
         return [self.marked(one, cut) for one in value] if isinstance(value, list) else value
+
+
+def one_of(texts: Sequence[str], depth: int = 0) -> str:
+    """A regular expression for the beginnings of what begins with one of these texts.
+
+    No two alternatives begin with the same character, so that a search does not try each of thousands of names.
+    """
+    if depth == _DEPTH:
+        return "|".join(map(re.escape, texts))
+    groups: dict[str, list[str]] = {}
+    for text in texts:
+        groups.setdefault(text[0], []).append(text)
+    found = []
+    for group in groups.values():
+        same = commonprefix(group)
+        more = [text[len(same) :] for text in group]
+        # where a text ends, the longer ones say nothing more
+        found.append(re.escape(same) + ("" if "" in more else f"(?:{one_of(more, depth + 1)})"))
+    return "|".join(found)
 
 
 def _is_quoted(message: Mapping[str, Any], name: str) -> bool:
