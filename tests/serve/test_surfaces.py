@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -194,6 +195,33 @@ def test_a_silent_stream_gets_signs_of_life_until_it_ends(monkeypatch: pytest.Mo
         assert len(sent) == n_sent, "not behind the end"
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_sign_of_life_is_sent_before_anything_takes_a_later_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mdi.serve.endpoint.SIGN_S", 0.01)
+    sent: list[int] = []
+    numbers = count(1)
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message.get("body"):
+            sent.append(int(message["body"]))
+
+    def sign() -> bytes:
+        number = next(numbers)
+        asyncio.get_running_loop().call_soon(
+            lambda: sent.append(next(numbers))
+        )  # another event, as soon as there can be one
+        return str(number).encode()
+
+    async def scenario() -> None:
+        exchange = Exchange({"type": "http"}, cast(Any, None), send)
+        await exchange.push(b"0")
+        async with exchange.kept_alive(sign):
+            while len(sent) < 5:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert sent == sorted(sent)
 
 
 @pytest.mark.parametrize(("surface", "kind"), [(MESSAGES, MessageRequest), (RESPONSES, ResponseRequest)])

@@ -139,11 +139,14 @@ class Exchange:
             return
         self._last_s = time.monotonic()
 
+        async def push_sign() -> None:
+            await self.push(sign())  # without a turn of the loop between them: a sign may have the number of an event
+
         async def keep() -> None:
             while True:
                 await asyncio.sleep(self._last_s + SIGN_S - time.monotonic())
                 if time.monotonic() - self._last_s >= SIGN_S:
-                    await asyncio.shield(self.push(sign()))  # who counts what it sends has counted this one
+                    await asyncio.shield(push_sign())  # who counts what it sends has counted this one
 
         keeping = asyncio.create_task(keep())
         try:
