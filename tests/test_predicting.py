@@ -169,6 +169,35 @@ def test_what_cannot_be_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert [said in line for line in caplog.messages] == [True], caplog.messages
 
 
+def test_a_file_cannot_ask_for_more_of_them_than_a_model_may_have(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, whole, _ = published("qwen3_next", tmp_path)
+    tensors = read(whole)
+    said = {"999999": "n_layer: expected a whole number from 0 to 1024, found 1000000"}
+    said |= {number: f"nothing is known of mtp.layers.{number}.x" for number in ("1000000", "9" * 5000, "\u0661")}
+    for number, reason in said.items():
+        save_file({**tensors, f"mtp.layers.{number}.x": torch.ones(2)}, whole / "model.safetensors")
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "mdi"):
+            assert HfFolder(whole).predicting() is None
+        assert [reason in line for line in caplog.messages] == [True], caplog.messages
+
+    (other := tmp_path / "other").mkdir()
+    _, whole, _ = published("glm4_moe", other)
+    hf = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({**hf, "num_nextn_predict_layers": 10**30}))
+    found = HfFolder(whole).predicting()  # as many as there are
+    assert found is not None and found.spec.n_layer == 1
+
+
+def test_tensors_of_gguf_files_with_absurd_numbers_are_of_no_block(tmp_path: Path) -> None:
+    """Python reads no number of so many digits."""
+    source = made("qwen3_next", tmp_path)
+    more = {f"blk.{'9' * 5000}.x": np.ones(2, np.float32)}
+    assert GgufSource(write_next(tmp_path / "a.gguf", source, more=more)).predicting() is None
+
+
 def test_gguf_files_have_them_behind_the_last_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """llama.cpp's converter adds one to their norms, as to others of this family."""
     source, random = made("qwen3_next", tmp_path), np.random.default_rng(6)

@@ -35,7 +35,7 @@ from mdi.checkpoint.gguftokenizer import write_tokenizer
 from mdi.checkpoint.hfconfig import derive_config
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.pooling import write_pooling
-from mdi.checkpoint.predicting import NamedSource
+from mdi.checkpoint.predicting import NamedSource, block_numbers
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TYPES, TensorSpec, main_dtype
 from mdi.checkpoint.shapes import model_shapes
@@ -54,8 +54,6 @@ from mdi.model.tensors import EMBEDDING, HEAD
 from mdi.spec.cluster import what_is_there
 from mdi.spec.decode import shown
 from mdi.spec.settings_file import parse_json
-
-_IN_BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 class GgufSource(NamedSource):
@@ -184,8 +182,7 @@ class GgufSource(NamedSource):
         return found
 
     def _of_predicting(self) -> list[str]:
-        numbers = {name: _IN_BLOCK.match(name) for name in self._tensors}
-        return [name for name, match in numbers.items() if match and int(match[1]) >= self.spec.n_layer]
+        return [name for name, number in block_numbers(self._tensors, "blk.").items() if number >= self.spec.n_layer]
 
     def release(self) -> None:
         """Nothing stays mapped between two tensors."""

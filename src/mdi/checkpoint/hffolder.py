@@ -21,7 +21,7 @@ from mdi.checkpoint.derived import cast
 from mdi.checkpoint.folder import model_name, no_checkpoint, weight_files
 from mdi.checkpoint.hfconfig import choose_config, n_predicting, read_hf_config
 from mdi.checkpoint.manifest import config_hash
-from mdi.checkpoint.predicting import NamedSource
+from mdi.checkpoint.predicting import NamedSource, block_numbers
 from mdi.checkpoint.quantized import Decoded, decoded, read_quantization
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
@@ -221,8 +221,9 @@ class HfFolder(NamedSource):
     def _of_predicting(self) -> list[str]:
         n_layer, layers = self.spec.n_layer, f"{self._prefix}{self._names.blocks}"
         more = n_predicting(read_hf_config(self.path / "config.json"))
-        numbered = tuple(f"{layers}.{i}." for i in range(n_layer, n_layer + more))
-        return [name for name in self._files if name.startswith(numbered) or _PREDICTING.match(name) is not None]
+        numbers = block_numbers(self._files, f"{layers}.")
+        numbered = {name for name, number in numbers.items() if n_layer <= number < n_layer + more}
+        return [name for name in self._files if name in numbered or _PREDICTING.match(name) is not None]
 
     def _is_unused(self, name: str) -> bool:
         unused = self._names.unused

@@ -10,7 +10,7 @@ import copy
 import logging
 import re
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from mdi.checkpoint.parts import serialize, stage_parts
@@ -21,6 +21,7 @@ from mdi.families.names import Names, Piece
 from mdi.files import replacing
 from mdi.model.plain import of_predicting, spec_of
 from mdi.model.tensors import BLOCKS, EMBEDDING, HEAD, Shape, block_tensors, is_optional, predicting_tensors
+from mdi.spec.limits import excess
 
 logger = logging.getLogger("mdi")
 
@@ -74,8 +75,7 @@ class NamedSource(WeightSource):
         found = copy.copy(self)
         found._names, found._prefix = names, names.prefixes[0]
         start = f"{found._prefix}{names.blocks}."
-        numbers = [name[len(start) :].partition(".")[0] for name in stored if name.startswith(start)]
-        n = max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1 - names.first
+        n = max(block_numbers(stored, start).values(), default=-1) + 1 - names.first
         if n < 1:
             raise CheckpointError(f"there is no {start}{names.first}")
         found.config, found.hashes, found.is_predicting = of_predicting(self.config, n), None, True
@@ -94,8 +94,20 @@ class NamedSource(WeightSource):
         return found
 
 
+def block_numbers(names: Iterable[str], start: str) -> dict[str, int]:
+    """Of the tensors whose names are a start, the number of a block, and what is in it. One of more than six digits is none."""
+    pattern = re.compile(re.escape(start) + r"([0-9]{1,6})\.")
+    return {name: int(match[1]) for name in names if (match := pattern.match(name))}
+
+
 def predicting_shapes(source: WeightSource) -> dict[str, Shape]:
-    """Of all tensors that blocks may have which predict further tokens, by our names."""
+    """Of all tensors that blocks may have which predict further tokens, by our names.
+
+    Raises:
+        CheckpointError: they would be too many.
+    """
+    if too_much := excess(source.config.plain()):  # the number of blocks is what a file says
+        raise CheckpointError(too_much)
     spec = spec_of(source.config)
     of_all = predicting_tensors(spec)
     return {
