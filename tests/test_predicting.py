@@ -108,7 +108,7 @@ def is_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize(("family", "n"), [*((family, 1) for family in CASES), ("deepseek_v3", 2)])
+@pytest.mark.parametrize(("family", "n"), [*((family, 1) for family in CASES), ("deepseek_v3", 2), ("qwen3_next", 2)])
 def test_they_are_converted_and_exported_again_and_change_nothing_else(family: str, n: int, tmp_path: Path) -> None:
     plain, whole, more = published(family, tmp_path, n)
     without, source, target = HfFolder(plain), HfFolder(whole), tmp_path / "converted"

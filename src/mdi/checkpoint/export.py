@@ -60,7 +60,9 @@ def export_hf(
     n_bytes, total = 0, sum(spec.n_bytes for one in (source, more) if one is not None for spec in one.specs.values())
     for i, (of, own, part) in enumerate(parts):
         ours = {name: tensor for name, tensor in of.tensors(part).items() if not (is_tied and name == HEAD)}
-        tensors = _as_stored(own, of.config, ours)
+        made = _as_stored(own, of.config, ours)
+        # blocks that predict further tokens share some, which the first one has written
+        tensors = {name: tensor for name, tensor in made.items() if name not in weight_map}
         shard = f"model-{i + 1:05}-of-{len(parts):05}.safetensors"
         _write_shard(out / shard, tensors)
         weight_map |= dict.fromkeys(tensors, shard)
