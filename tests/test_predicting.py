@@ -169,6 +169,17 @@ def test_what_cannot_be_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert [said in line for line in caplog.messages] == [True], caplog.messages
 
 
+def test_a_damaged_file_beside_converted_weights_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, whole, _ = published("glm4_moe", tmp_path)
+    convert(whole, progress=False)
+    for damaged in (b"no tensors", (whole / PREDICTING_FILE).read_bytes().replace(b"mtp.proj", b"mtp.prOj")):
+        (whole / PREDICTING_FILE).write_bytes(damaged)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "mdi"):
+            assert LitCheckpoint(whole).predicting() is None
+        assert ["multi-token prediction" in line for line in caplog.messages] == [True]
+
+
 def test_a_file_cannot_ask_for_more_of_them_than_a_model_may_have(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ import copy
 import logging
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from mdi.checkpoint.parts import serialize, stage_parts
@@ -61,11 +61,7 @@ class NamedSource(WeightSource):
         stored = set(self._of_predicting())
         if not stored:
             return None
-        try:
-            return self._with_predicting(stored)
-        except CheckpointError as e:
-            logger.warning("warning: the layers for multi-token prediction of %s are left out: %s", self, e)
-            return None
+        return if_whole(self, lambda: self._with_predicting(stored))
 
     def _with_predicting(self, stored: set[str]) -> WeightSource:
         """Raises CheckpointError: they are not as the family has them."""
@@ -92,6 +88,17 @@ class NamedSource(WeightSource):
         if unknown := stored - {piece.tensor for pieces in found.tensor_pieces.values() for piece in pieces}:
             raise CheckpointError(f"nothing is known of {min(unknown)}")
         return found
+
+
+def if_whole(source: WeightSource, read: Callable[[], WeightSource]) -> WeightSource | None:
+    """What `read` makes of the blocks of a source that predict further tokens. If it raises CheckpointError, there is a
+    warning, for the source is usable without them.
+    """
+    try:
+        return read()
+    except CheckpointError as e:
+        logger.warning("warning: the layers for multi-token prediction of %s are left out: %s", source, e)
+        return None
 
 
 def block_numbers(names: Iterable[str], start: str) -> dict[str, int]:

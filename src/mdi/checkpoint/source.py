@@ -29,7 +29,7 @@ from mdi.checkpoint.folder import (
 from mdi.checkpoint.hfconfig import other_positions
 from mdi.checkpoint.manifest import config_hash
 from mdi.checkpoint.parts import stage_parts
-from mdi.checkpoint.predicting import check_predicting, n_predicting_blocks
+from mdi.checkpoint.predicting import check_predicting, if_whole, n_predicting_blocks
 from mdi.checkpoint.records import HashRecord, weights_stamp
 from mdi.checkpoint.safetensors_layout import TensorSpec, main_dtype
 from mdi.checkpoint.shapes import check_tensors, interleaved_rows, model_shapes, read_config
@@ -97,8 +97,10 @@ class LitCheckpoint(WeightSource):
 
     def predicting(self) -> WeightSource | None:
         path = self.path / PREDICTING_FILE
-        if not path.is_file():
-            return None
+        return if_whole(self, lambda: self._with_predicting(path)) if path.is_file() else None
+
+    def _with_predicting(self, path: Path) -> WeightSource:
+        """Raises CheckpointError."""
         found = copy.copy(self)
         found.file = open_weight_file(path)
         found.specs, found._stored = found.file.specs, {name: name for name in found.file.specs}
