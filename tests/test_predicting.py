@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from mdi.checkpoint.convert import convert, make_ready
 from mdi.checkpoint.derived import CastSource, PackedSource
 from mdi.checkpoint.export import export_hf
-from mdi.checkpoint.folder import PREDICTING_FILE, is_lit_dir, weight_files
+from mdi.checkpoint.folder import PREDICTING_FILE, is_lit_dir, is_readable_hf, weight_files
 from mdi.checkpoint.gguf_export import export_gguf
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.hfconfig import derive_config
@@ -167,6 +167,15 @@ def test_what_cannot_be_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFi
         with caplog.at_level(logging.WARNING, "mdi"):
             assert HfFolder(whole).predicting() is None
         assert [said in line for line in caplog.messages] == [True], caplog.messages
+
+
+def test_what_a_conversion_left_of_them_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in (PREDICTING_FILE, f"{PREDICTING_FILE}.17.part"):  # as `mdi.files.replacing` names it
+        (tmp_path / name).write_bytes(b"")
+        assert not is_readable_hf(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert is_readable_hf(tmp_path)
 
 
 def test_a_damaged_file_beside_converted_weights_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -70,7 +70,7 @@ def is_usable(folder: Path) -> bool:
 def is_readable_hf(folder: Path) -> bool:
     """Whether there is a Hugging Face checkpoint that is read as it is: in safetensors, whole or not."""
     return (folder / "config.json").is_file() and any(
-        path.name not in _LIT_FILES for path in folder.glob("*.safetensors*")
+        not path.name.startswith(_LIT_FILES) for path in folder.glob("*.safetensors*")
     )
 
 
