@@ -25,6 +25,7 @@ from mdi.engine.cohort import Beams
 from mdi.engine.kept_prefixes import KeptFiles, Secrets
 from mdi.engine.memory import CacheMemory, NodeCaches
 from mdi.engine.prefix_tasks import FETCH, FIND, KEEP, OWNERS, PrefixTask
+from mdi.engine.scheduler import PromptPace
 from mdi.engine.sequence import SamplingParams
 from mdi.kernels.stage_caches import CacheRun, Piece
 from mdi.model.caches import PAGE, CacheClass, PageClass
@@ -167,6 +168,25 @@ def test_after_another_cut_nodes_get_what_they_lack_from_those_that_have_it(
         assert check_next_turn(family, 2, folders[1:], before, **moved | {"cuts": (n_layer - 1,)}) == 0, (
             "block 0 is lost, and the starter has files of later ones"
         )
+
+
+def test_a_new_node_gets_its_files_for_a_text_that_is_asked_again(tmp_path: Path, cluster_key: KeyFile) -> None:
+    """And the frames with them are timed."""
+    folders, took = folders_of(tmp_path, 2), list[float]()
+    with kept_text(LLAMA, 2, folders, keys=cluster_key) as ids:
+        for path in all_files(folders[1:]):
+            path.rename(folders[0] / owner_folder("a") / path.name)
+        with kept(folders, keys=cluster_key) as files, ring(LLAMA, 2, files) as made:
+            scheduler, made.engine.pace = made.engine.scheduler, PromptPace()
+            answered = scheduler.answered
+
+            def note(number: int, task: PrefixTask, took_s: float = 0.0) -> None:
+                took.append(took_s)
+                answered(number, task, took_s)
+
+            scheduler.answered = note  # type: ignore[method-assign]
+            assert ask(made, ids).ids == greedy(model_of(LLAMA), ids, 12)
+            assert made.engine.n_reused == 96 and len(took) > 4 and min(took) > 0
 
 
 def test_files_travel_in_several_rounds_and_only_as_they_are(

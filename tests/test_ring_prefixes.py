@@ -321,6 +321,7 @@ class Fetched:
         """All that may leave leaves, and one frame comes back."""
         while (plan := self.scheduler.schedule()) is not None:
             self.flying.append(plan)
+            assert sum(one.task is not None and one.task.kind == FETCH for one in self.flying) <= 1
             self.seen.append(("rows", 0) if plan.task is None else (plan.task.kind, plan.task.stop // PAGE))
         plan = self.flying.popleft()
         if (task := plan.task) is None:
@@ -337,7 +338,7 @@ class Fetched:
         self.scheduler.answered(plan.number, task, self._took_s)
 
 
-def test_texts_decode_while_others_get_files_of_which_one_frame_is_under_way() -> None:
+def test_texts_decode_while_others_get_files() -> None:
     ring = Fetched(n_rounds=10)
     ring.submit(1, 0, 1000)
     ring.step()
@@ -345,10 +346,20 @@ def test_texts_decode_while_others_get_files_of_which_one_frame_is_under_way() -
         ring.submit(seq_id, 4, 3)
     while ring.scheduler.n_reused < 3 * 4 * PAGE:
         ring.step()
-        assert sum(plan.task is not None and plan.task.kind == FETCH for plan in ring.flying) <= 1
     kinds = [kind for kind, _ in ring.seen]
     assert kinds.count(FETCH) == 3 * 2 * 10
     assert all("rows" in pair for pair in zip(kinds[2:], kinds[3:], strict=False))
+
+
+def test_files_that_nobody_takes_travel_once() -> None:
+    scheduler, plan = asking()
+    assert plan.task is not None
+    name = f"{0:040x}.kv"
+    scheduler.answered(plan.number, replace(plan.task, ends="0", some=plan.task.ends))
+    for kind in (FETCH, FETCH, FIND):
+        again = scheduler.schedule()
+        assert again is not None and again.task is not None and again.task.kind == kind
+        scheduler.answered(again.number, replace(again.task, wanted=name, files=f"{name} AAAA"))
 
 
 def test_files_come_in_the_order_of_their_positions() -> None:

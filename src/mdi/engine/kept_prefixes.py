@@ -236,8 +236,9 @@ class KeptFiles:
         cut, whole = _by_cut(blocks)
         paths = [path for i in cut for path in _paths(folder, task, n, i, True)]
         paths += [path for i in (whole if task.is_end else ()) for path in _paths(folder, task, n, i, False)]
-        missing = {path.name for path in paths if not path.exists()}
-        for name in self._wanted - missing:  # it has come otherwise
+        there = {path.name for path in paths if path.exists()}
+        missing = {path.name for path in paths} - there
+        for name in self._wanted & there:  # it has come otherwise
             files.pop(name, None)
             wanted.discard(name)
         self._wanted = missing
