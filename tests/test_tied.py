@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mdi.checkpoint.store import BlockStore
 from mdi.cli import launch
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import UsageError
+from mdi.host.computing import Requested, choose_computing
 from mdi.kernels import library
 from mdi.kernels.format_maps import format_map, shown
 from mdi.kernels.layout import Matrix, matrix_bytes, unpack
@@ -30,9 +32,14 @@ from mdi.model.tensors import EMBEDDING, HEAD
 from mdi.placement.model import model_shape
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
+from mdi.spec.extent import Extent
 from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.spec.window import WindowMemory, WindowOptions
+from mdi.stages.building import torch_weights
 from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.stages.spec import StageSpec
+from mdi.stages.window import StoredParts
+from mdi.stages.window_files import PanelTable, WeightBytes
 from secondaries import cluster_of, secondaries
 from test_mixed_runs import alone
 from tiny_checkpoint import encode, tiny_config, write_checkpoint
@@ -251,3 +258,53 @@ def test_adapters_add_to_it(checkpoint: Path, tmp_path: Path) -> None:
     assert found[: len(PROMPTS)] != found[len(PROMPTS) :]
     with secondaries(2, tmp_path) as nodes:
         assert ids(nodes, checkpoint, tmp_path, ("", "one"), quantize="int8", adapter=flags) == found
+
+
+def test_nobody_asks_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model whose head is another weight, rows of the head would be embedded."""
+    for command, flag in (("run", "--quantize-head"), ("prepare-model", "--quantize")):
+        assert launch(command, ["a-model", flag, f"int8{TIE}"]) == 2
+        assert "follows from the model" in capsys.readouterr().err
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", ["int8", None])
+def test_torch_holds_two_weights_of_a_chunk_and_counts_them(
+    form: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mdi.host.computing.why_torch", lambda *args: "not here")
+    folder = write_checkpoint(tmp_path / "tiny", gpt=tied_gpt(), with_end=False)
+    flags = [] if form is None else ["--quantize", form]
+    assert launch("prepare-model", [str(folder), "--n-nodes", "1", *flags]) == 0
+    capsys.readouterr()
+    (path,) = folder.glob("chunks/*/model_starter.safetensors")
+    with contextlib.closing(open_source(path)) as chunk:
+        assert chunk.packing is not None and chunk.packing.is_tied
+        asked = Requested(device="cpu", quantize=form, quantize_head=form and chunk.packing.head)
+        computing = choose_computing(chunk.config, asked, chunk.dtype, chunk.packing.blocks)
+        assert computing.packing is None
+        found = {**torch_weights(chunk, "embedding", computing), **torch_weights(chunk, "head", computing)}
+        assert all(isinstance(found[name], Matrix) == (form == "int8") for name in (EMBEDDING, HEAD))
+        parts = tuple(chunk.info(name) for name in chunk.part_names())
+        extent = Extent(64, 1, kv_dtype="float32")
+        spec = StageSpec("starter", chunk.model_id, (0, chunk.spec.n_layer), parts, computing, None, None, 2, extent)
+        (head,) = (part.n_bytes for part in parts if part.name == "head")
+        assert spec.weight_bytes({}) >= 0.95 * (sum(part.n_bytes for part in parts) + head)
+
+
+@needs_kernels
+def test_a_window_reads_each_panel_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = PackedSource(open_source(checkpoint), Packing("int8", "int8").tied("float32"))
+    parts = StoredParts(source.packing, tmp_path)
+    stored = parts.part(source, "head").matrices[HEAD]
+    parts.finish()
+    ids, read, plainly = np.array([5, 40, 5, 17, 4, 95]), [], WeightBytes.read
+
+    def reading(file: WeightBytes, *at: int) -> Any:
+        read.append(at)
+        return plainly(file, *at)
+
+    monkeypatch.setattr(WeightBytes, "read", reading)
+    found = PanelTable(stored)[ids]
+    assert np.array_equal(found, unpack(source.weights("head")[HEAD])[ids]) and len(read) == len(set(ids // 16))
+    parts.close()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from mdi.kernels.slices import Slice
 from mdi.model.plain import spec_of
 from mdi.model.spec import Experts
 from mdi.spec.window import WindowOptions
+from mdi.stages import expert_slots
 from mdi.stages.expert_slots import ExpertSlots
 from mdi.stages.window import StoredParts
 from mdi.stages.window_budget import MARGIN_BYTES, RunMemory, WindowPlan, choose_window, plan_window
@@ -172,6 +174,36 @@ def test_a_disk_that_fails_is_told_and_read_again(tmp_path: Path, monkeypatch: p
     finally:
         stage.close()
     assert not [one for one in threading.enumerate() if one.name.startswith("experts")]
+
+
+def test_an_error_of_a_frame_that_is_over_is_no_error_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads read. Expert 0 fails, which ends the first frame; then 1, while the next frame waits for 2."""
+    chunk = chunk_of("Mixtral-8x7B-v0.1", tmp_path)
+    assert chunk.packing is not None
+    parts = StoredParts(chunk.packing, tmp_path)
+    _, units = expert_units({"block.0": parts.part(chunk, "block.0").matrices})
+    begun = [threading.Event() for _ in units]
+
+    def reading(unit: Unit, memory: np.ndarray) -> Iterator[int]:
+        expert = unit.piece - FIRST_EXPERT
+        begun[expert].set()
+        if expert < 3:
+            assert begun[expert + 1].wait(60)  # of 3 only behind the error of 1, in the same thread
+        if expert < 2:
+            raise CheckpointError(f"expert {expert}")
+        yield unit.n_bytes
+
+    monkeypatch.setattr(expert_slots, "N_READERS", 2)
+    monkeypatch.setattr(expert_slots, "read_unit", reading)
+    slots = ExpertSlots(units, 4)
+    try:
+        with pytest.raises(CheckpointError, match="expert 0"):
+            next(slots.ready(0, [0, 1]))
+        assert [n for n, _ in slots.ready(0, [2, 3])][-1] == 2
+    finally:
+        slots.close()
 
 
 def plans(folder: Path) -> tuple[StoredParts, Any]:

@@ -30,6 +30,7 @@ from mdi.files import replacing
 from mdi.kernels import LAYOUT_VERSION
 from mdi.kernels.block_search import SEARCH_VERSION
 from mdi.kernels.weight_formats import is_made
+from mdi.model.tensors import EMBEDDING
 from mdi.units import size
 
 FILE = "packed.json"
@@ -62,14 +63,18 @@ class KeptPacked:
         """
         if not self.may_take(source, part.n_bytes):
             return source
-        packed = PackedSource(source, packing)
-        if not packed.part_specs(part.name):  # an embedding that is the head
+        if (
+            packing.is_tied
+            and part.name == part_of(EMBEDDING)
+            and not PackedSource(source, packing).part_specs(part.name)
+        ):
             return source
         key = key_of(source, part, packing)
         info = self._find(key, part.name)
         if info is not None:
             keep.add(info.sha256)
         if info is None or not self._store.has(info.sha256, cancel):
+            packed = PackedSource(source, packing)
             if not self._has_space(packed.n_bytes(part.name), keep):
                 return source
             try:

@@ -299,7 +299,8 @@ def plan_on(options: Options, profile: ClusterProfile) -> PlanReport:
     if options.only:
         profile = _only(profile, options.only)
     config = _config(options, profile)
-    tied_type = _tied_type(options.ckpt)
+    first = profile.nodes[0]
+    tied_type = _tied_type(options.ckpt) if first.device == "cpu" and not first.group else None
     shape = model_shape(config, options.quantize or options.dtype or profile.format, options.kv_dtype, tied_type)
     profile = with_paths(profile, config, shape.config_hash, shape.format)
     if options.memory is not None:

@@ -16,7 +16,8 @@ from mdi.errors import INSTALL_ALL, MdiError, UsageError
 from mdi.host.threads import tell_torch
 from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
-from mdi.kernels.weight_formats import PACKED, ROUNDED, check_packed
+from mdi.kernels.format_maps import with_table
+from mdi.kernels.weight_formats import PACKED, ROUNDED, check_packed, is_tied
 from mdi.model.caches import cache_type_named
 from mdi.model.plain import ModelConfig
 from mdi.spec.cluster import DTYPES, check_device, check_dtype
@@ -123,6 +124,8 @@ def stays_packed(name: str | None, device: str, in_torch: bool = False) -> bool:
     Args:
         in_torch: whether torch computes, which has no mixtures and no types of GGUF files.
     """
+    if name is not None and is_tied(name):
+        name = with_table(name, None)
     if in_torch and name not in (None, *PACKED):
         return False
     return device == "cpu" or (name in ROUNDED and device.startswith("cuda"))

@@ -200,10 +200,11 @@ def format_map(form: str) -> FormatMap:
     return found
 
 
-def with_table(form: str, table: str) -> str:
-    """The same formats, but for that of the embedding."""
+def with_table(form: str, table: str | None) -> str:
+    """The same formats, but for that of the embedding; None: it is not named."""
     found = format_map(form)
-    return _text(found.rest, {**found.of, (TABLE, None): table})
+    others = {place: own for place, own in found.of.items() if place != (TABLE, None)}
+    return _text(found.rest, others if table is None else {**others, (TABLE, None): table})
 
 
 def shown(form: str) -> str:

@@ -681,6 +681,6 @@ def draft_bytes(model: Choice) -> int:
         return 0
     weights = model.family.open_weights(Path(folder), None, 1, None, None, False)
     try:
-        return model_shape(weights.config, model.format, tied_type=weights.tied_type).weight_bytes
+        return model_shape(weights.config, model.format, tied_type=table_type(weights, model.computing)).weight_bytes
     finally:
         weights.close()

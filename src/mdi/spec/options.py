@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mdi.errors import UsageError
-from mdi.kernels.weight_formats import AUTO, MIXTURES, OWN, check_made
+from mdi.kernels.weight_formats import AUTO, MIXTURES, OWN, check_made, is_tied
 from mdi.model.caches import CACHE_TYPES, cache_type_named
 from mdi.net.wire import REDUCE_DTYPES, SILENCE_S, WIRE_DTYPES
 from mdi.spec.cluster import check_device, check_dtype, parse_bytes, parse_cores
@@ -75,7 +75,7 @@ def _format(text: str, flag: str) -> str:
 def own_or_packed(text: str, flag: str) -> str:
     """A weight format, or that of the file."""
     if text != OWN:
-        check_made(text)
+        _check_given(text, flag)
     return text
 
 
@@ -85,14 +85,21 @@ def packed_format(text: str, flag: str) -> str:
         raise UsageError(
             f"{flag} {text}: the starter packs a model in {text}, and nodes get its parts so: give it there"
         )
-    check_made(text)
+    _check_given(text, flag)
     return text
 
 
 def planned_format(text: str, flag: str) -> str:
     """A weight format of a whole model."""
-    check_made(text)
+    _check_given(text, flag)
     return text
+
+
+def _check_given(text: str, flag: str) -> None:
+    """Raises UsageError if nobody may ask for this format."""
+    check_made(text)
+    if is_tied(text):
+        raise UsageError(f"{flag} {text}: whether an embedding is the head's weight follows from the model")
 
 
 def _shares(text: str, flag: str) -> tuple[float, ...]:

@@ -142,7 +142,8 @@ class ExpertSlots:
             with self._changed:
                 self._reading.discard(key)
                 if error is not None:
-                    self._error = error
+                    if key in self._wanted:  # not of a frame that is over
+                        self._error = error
                     self._free.append(self._held[key[0]].pop(key))
                 self._changed.notify_all()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mdi.block_ranges import ADAPTER_PREFIX, block_span
 from mdi.checkpoint.packing import Packing
-from mdi.checkpoint.parts import Part
+from mdi.checkpoint.parts import Part, PartInfo
 from mdi.checkpoint.shapes import packed_bytes
 from mdi.host.computing import Computing
 from mdi.host.device import load_torch
@@ -122,7 +122,7 @@ class StageSpec:
         if self.window is not None:
             return 0  # adapters are part of what is fitted
         absorbed = 0 if self.is_torch else absorbed_bytes(self.own_spec.blocks[slice(*self.blocks)])
-        new = [part for part in self.parts if part.name not in without]
+        new = [part for part in self._with_own_table() if part.name not in without]
         if self.group is not None:  # shares are packed already
             return sum(part.n_bytes for part in new) + absorbed
         blocks = [part for part in new if part.name.startswith("block.")]
@@ -135,6 +135,17 @@ class StageSpec:
             return packed_bytes(model.config, model.name, [part.name for part in parts], form)
 
         return held(blocks, computing.format) + held(ends, computing.head_format) + self.adapter_bytes + absorbed
+
+    def _with_own_table(self) -> list[Part]:
+        """The parts; where the head stands for the embedding in a file, that counts as the head: torch and groups hold both."""
+        sizes = {part.name: part.n_bytes for part in self.parts}
+        head = sizes.get("head", 0)
+        is_left_out = sizes.get("embedding", head) < head / 8  # a table has 8 bits at least, and a head 32 at most
+        if not (is_left_out and (self.is_torch or self.group is not None)):
+            return list(self.parts)
+        return [
+            PartInfo(part.name, part.sha256, head if part.name == "embedding" else part.n_bytes) for part in self.parts
+        ]
 
     def __str__(self) -> str:
         return f"embedding, head and {block_span(*self.blocks)}" if self.has_ends else block_span(*self.blocks)

@@ -18,7 +18,7 @@ import numpy as np
 
 from mdi.errors import CheckpointError
 from mdi.kernels.format_maps import matrix_pieces, rows_form
-from mdi.kernels.layout import Matrix, matrix_bytes, unpack
+from mdi.kernels.layout import Matrix, PackedRows, matrix_bytes
 from mdi.kernels.weight_formats import PANEL
 
 logger = logging.getLogger("mdi")
@@ -188,7 +188,7 @@ class StoredMatrix:
 
 
 class PanelTable:
-    """Rows of a packed embedding that lies in a file; the panel of each is read when it is asked for."""
+    """Rows of a packed embedding that lies in a file; panels are read when rows of them are asked for, each once."""
 
     dtype = np.dtype(np.float32)
 
@@ -201,11 +201,11 @@ class PanelTable:
     def __getitem__(self, ids: np.ndarray) -> np.ndarray:
         """(N,) token ids -> float32 (N, width). Raises CheckpointError."""
         rows = np.empty((len(ids), self.shape[1]), dtype=np.float32)
-        for row, token in zip(rows, ids.tolist(), strict=True):
-            first = token // PANEL * PANEL
+        for first in np.unique(ids // PANEL * PANEL).tolist():
             one = self._stored.rows(first, min(PANEL, len(self) - first))
             data = one.file.read(one.start, one.n_bytes)
-            row[:] = unpack(Matrix(one.format, one.n_out, one.n_in, data))[token - first]
+            own = (first <= ids) & (ids < first + PANEL)
+            rows[own] = PackedRows(Matrix(one.format, one.n_out, one.n_in, data))[ids[own] - first]
         return rows
 
 

@@ -24,6 +24,7 @@ from mdi.kernels.format_maps import map_of, matrix_pieces, rows_form
 from mdi.kernels.layout import Matrix, aligned_bytes, cut, skipped
 from mdi.kernels.lazy_rows import LazyRows, joined, spans
 from mdi.kernels.weight_formats import format_within, layout_of
+from mdi.model.tensors import HEAD
 from mdi.tensor.shares import Piece, Share, piece_of
 
 SHARD_KEY = "shard"
@@ -110,6 +111,8 @@ class ShardSource(DerivedSource):
         source = self._source
         if source.packing is None:
             return source.packed(name, self._packing_of_whole)
+        if source.packing.leaves_out(name):
+            return {name: source.packing.read(HEAD, shape, source.array, source.specs, str(source))[HEAD]}
         return source.packing.read(name, shape, source.array, source.specs, str(source))
 
     def _packed_piece(self, name: str, shape: tuple[int, ...], form: str, piece: Piece) -> Matrix:
