@@ -89,7 +89,7 @@ def use(rng: random.Random, nodes: list[KeptFiles], caches: list[Numbers]) -> in
     asked = task(FIND, number, N_PAGES, ends=f"{(1 << N_PAGES) - 1:x}")
     found = ask(asked)
     if int(found.some, 16) > found.possible:
-        fetch = replace(found, kind=FETCH, stop=PAGE * int(found.some, 16).bit_length())
+        fetch = replace(found, kind=FETCH, stop=PAGE * int(found.some, 16).bit_length(), is_end=True)
         for _ in range(4):
             fetch = ask(fetch)
         found = ask(asked)

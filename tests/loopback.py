@@ -17,7 +17,7 @@ from litgpt.model import GPT
 from families import CONTEXT
 from mdi.engine.kept_prefixes import KeptFiles
 from mdi.engine.memory import CacheMemory
-from mdi.engine.prefix_tasks import PrefixTask, RingPrefixes
+from mdi.engine.prefix_tasks import KEEP, PrefixTask, RingPrefixes
 from mdi.engine.rows import TensorRows
 from mdi.engine.scheduler import CHUNK_ROWS, DECODE_ROWS, Scheduler
 from mdi.engine.sequence import Event, Request, SamplingParams, TokenLogprobs
@@ -254,8 +254,8 @@ class InProcessRing:
             )
             answered, tasks = scheduler.answered, self.tasks
 
-            def note(number: int, task: PrefixTask) -> None:
-                answered(number, task)
+            def note(number: int, task: PrefixTask, took_s: float = 0.0) -> None:
+                answered(number, task, took_s)
                 tasks.put(task)
 
             scheduler.answered = note  # type: ignore[method-assign]
@@ -272,7 +272,7 @@ class InProcessRing:
         """Be idle until the end of a text, and all before it, is on the disks."""
         thread = threading.Thread(target=self.engine.run, args=(self.ring, False))
         thread.start()
-        while not (task := self.tasks.get(timeout=DEADLINE_S)).is_end:
+        while (task := self.tasks.get(timeout=DEADLINE_S)).kind != KEEP or not task.is_end:
             pass
         self.engine.leave(self.ring.epoch)
         thread.join(DEADLINE_S)

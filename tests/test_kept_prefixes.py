@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from mdi.engine import kept_prefixes
 from mdi.engine.cohort import Beams
 from mdi.engine.kept_prefixes import KeptFiles, Secrets
 from mdi.engine.memory import CacheMemory, NodeCaches
-from mdi.engine.prefix_tasks import KEEP, PrefixTask
+from mdi.engine.prefix_tasks import FETCH, FIND, KEEP, OWNERS, PrefixTask
+from mdi.engine.scheduler import PromptPace
 from mdi.engine.sequence import SamplingParams
 from mdi.kernels.stage_caches import CacheRun, Piece
 from mdi.model.caches import PAGE, CacheClass, PageClass
@@ -166,6 +168,25 @@ def test_after_another_cut_nodes_get_what_they_lack_from_those_that_have_it(
         assert check_next_turn(family, 2, folders[1:], before, **moved | {"cuts": (n_layer - 1,)}) == 0, (
             "block 0 is lost, and the starter has files of later ones"
         )
+
+
+def test_a_new_node_gets_its_files_for_a_text_that_is_asked_again(tmp_path: Path, cluster_key: KeyFile) -> None:
+    """And the frames with them are timed."""
+    folders, took = folders_of(tmp_path, 2), list[float]()
+    with kept_text(LLAMA, 2, folders, keys=cluster_key) as ids:
+        for path in all_files(folders[1:]):
+            path.rename(folders[0] / owner_folder("a") / path.name)
+        with kept(folders, keys=cluster_key) as files, ring(LLAMA, 2, files) as made:
+            scheduler, made.engine.pace = made.engine.scheduler, PromptPace()
+            answered = scheduler.answered
+
+            def note(number: int, task: PrefixTask, took_s: float = 0.0) -> None:
+                took.append(took_s)
+                answered(number, task, took_s)
+
+            scheduler.answered = note  # type: ignore[method-assign]
+            assert ask(made, ids).ids == greedy(model_of(LLAMA), ids, 12)
+            assert made.engine.n_reused == 96 and len(took) > 4 and min(took) > 0
 
 
 def test_files_travel_in_several_rounds_and_only_as_they_are(
@@ -479,6 +500,58 @@ def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: pytest
             files.answer(keep_task(1), caches)
         assert files.answer(keep_task(1), caches).is_done and files.flush(DEADLINE_S)
         assert caches.exported == [*range(8)] and len(all_files([tmp_path])) == 8
+
+
+def test_a_file_that_has_come_otherwise_makes_way_for_others(
+    tmp_path: Path, cluster_key: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches, folders, task = MadeUp(2), folders_of(tmp_path, 2), keep_task(1)
+    with kept(folders, keys=cluster_key) as (full, empty):
+        assert full.answer(task, caches).is_done and full.flush(DEADLINE_S)
+        monkeypatch.setattr(kept_prefixes, "FETCH_BYTES", all_files(folders)[0].stat().st_size)
+        asked = full.answer(empty.answer(replace(task, kind=FETCH), caches), caches)
+        (name,) = asked.attached
+        (where := folders[1] / task.owner).mkdir(parents=True)
+        (where / name).write_bytes(asked.attached[name])
+        for _ in range(2):
+            asked = full.answer(empty.answer(asked, caches), caches)
+        assert not asked.wanted and not asked.files
+        assert len(all_files(folders[1:])) == 2
+
+
+def test_a_node_with_all_files_says_so_to_those_behind_that_have_none(tmp_path: Path) -> None:
+    caches, task = MadeUp(2), keep_task(1)
+    with kept(folders_of(tmp_path, 2)) as (full, empty):
+        assert full.answer(task, caches).is_done and full.flush(DEADLINE_S)
+        found = empty.answer(full.answer(replace(task, kind=FIND, stop=0, ends="1"), caches), caches)
+        assert (found.ends, found.some) == ("0", "1")
+
+
+def test_owners_that_go_while_room_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is counted again then, by the next file."""
+    caches, unlink, threads = MadeUp(1), Path.unlink, list[threading.Thread]()
+
+    with kept([tmp_path], limit_bytes=3000) as (files,):
+
+        def unlinked(path: Path, missing_ok: bool = False) -> None:
+            if path.suffix == ".kv":
+                (tmp_path / owner_folder("b")).mkdir()
+                task = PrefixTask(OWNERS, owner=owner_folder("a"))
+                threads.append(threading.Thread(target=files.answer, args=(task, caches)))
+                threads[-1].start()
+                threads[-1].join(0.2)  # it may have to wait until there is room
+            unlink(path, missing_ok)
+
+        for text in (1, 2, 3):
+            if text == 3:
+                monkeypatch.setattr(Path, "unlink", unlinked)
+            assert files.answer(keep_task(text), caches).is_done and files.flush(DEADLINE_S)
+        names = {path.name for path in all_files([tmp_path])}
+        assert files.answer(keep_task(3), caches).is_done and files.flush(DEADLINE_S)
+        (thread,) = threads
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive() and len(caches.exported) == 3, "the third file was not written"
+        assert names == {path.name for path in all_files([tmp_path])}
 
 
 def test_two_processes_together_keep_no_more_than_the_limit(tmp_path: Path) -> None:

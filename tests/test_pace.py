@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from mdi.engine.scheduler import FIRST_ROWS, LEAST_ROWS, PromptPace, Scheduler, rows_beside
+from mdi.engine.prefix_tasks import FIND, PrefixTask
+from mdi.engine.scheduler import FIRST_ROWS, LEAST_ROWS, MANY_ROWS, PromptPace, Scheduler, rows_beside
 from mdi.engine.sequence import Plan, PlannedSlice, SamplingParams, Sequence
 
 
@@ -58,6 +59,15 @@ def test_frames_of_a_lost_ring_are_forgotten() -> None:
         pace.sent(plan_of(number, 0, 1), 0.0)
     pace.returned(2, 1.0)
     assert not pace.under_way
+
+
+def test_rows_behind_a_task_do_not_count_its_time_as_theirs() -> None:
+    pace = PromptPace()
+    pace.sent(Plan(0, (), (), task=PrefixTask(FIND)), 0.0)
+    pace.sent(plan_of(1, MANY_ROWS, 0), 1.0)
+    assert pace.returned(0, 5.0) == 5.0
+    pace.returned(1, 6.0)
+    assert pace.row_s == 1.0 / MANY_ROWS
 
 
 def test_prompt_rows_are_few_only_beside_others() -> None:

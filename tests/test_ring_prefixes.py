@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,6 +293,108 @@ def test_what_a_prompt_row_takes_is_seen_in_frames_of_prompts_alone() -> None:
     assert pace.row_s == pytest.approx(0.1)
     pace.returned(4, 100.0 + 6.4 + 3.2)
     assert pace.row_s == pytest.approx(0.1 - 0.2 * 0.05)
+
+
+# Files from other nodes
+
+
+class Fetched:
+    """A scheduler of a ring of two nodes, whose first one gets all files of texts from the other, in `n_rounds` frames for each
+    run of two pages.
+    """
+
+    def __init__(self, n_rounds: int, took_s: float = 0.0) -> None:
+        self.scheduler = Scheduler(2)
+        self.scheduler.ring_prefixes = Ring()
+        self.scheduler.rewind(2, CacheMemory((NodeCaches("starter", 1 << 40, (PageClass(None, 1),)),)))
+        self._n_rounds, self._took_s = n_rounds, took_s
+        self.flying: deque[Plan] = deque()
+        self.seen: list[tuple[str, int]] = []  # kind of each frame, and where its task ends
+        self._n_left: dict[tuple[int, int], int] = {}
+        self._n_pages: dict[int, int] = {}  # of each text, that have come
+
+    def submit(self, seq_id: int, n_pages: int, n_tokens: int) -> None:
+        ids = (seq_id,) * (n_pages * PAGE + 1)
+        self.scheduler.submit(Sequence(seq_id, ids, SamplingParams(n_tokens=n_tokens), 10_000, owner="a"))
+
+    def step(self) -> None:
+        """All that may leave leaves, and one frame comes back."""
+        while (plan := self.scheduler.schedule()) is not None:
+            self.flying.append(plan)
+            assert sum(one.task is not None and one.task.kind == FETCH for one in self.flying) <= 1
+            self.seen.append(("rows", 0) if plan.task is None else (plan.task.kind, plan.task.stop // PAGE))
+        plan = self.flying.popleft()
+        if (task := plan.task) is None:
+            self.scheduler.update(plan.number, {part.seq_id: [5] for part in plan.slices if part.n_logits})
+            return
+        n_pages = self._n_pages.setdefault(task.seq_id, 0)
+        if task.kind == FIND:
+            task = replace(task, ends=f"{task.possible & ((1 << n_pages) - 1):x}", some=task.ends)
+        elif task.kind == FETCH:
+            place = task.seq_id, task.stop
+            n_left = self._n_left[place] = self._n_left.get(place, self._n_rounds) - 1
+            task = replace(task, wanted=f"{n_left:040x}.kv" if n_left else "")
+            self._n_pages[task.seq_id] = n_pages if n_left else task.stop // PAGE
+        self.scheduler.answered(plan.number, task, self._took_s)
+
+
+def test_texts_decode_while_others_get_files() -> None:
+    ring = Fetched(n_rounds=10)
+    ring.submit(1, 0, 1000)
+    ring.step()
+    for seq_id in (2, 3, 4):
+        ring.submit(seq_id, 4, 3)
+    while ring.scheduler.n_reused < 3 * 4 * PAGE:
+        ring.step()
+    kinds = [kind for kind, _ in ring.seen]
+    assert kinds.count(FETCH) == 3 * 2 * 10
+    assert all("rows" in pair for pair in zip(kinds[2:], kinds[3:], strict=False))
+
+
+def test_files_that_nobody_takes_travel_once() -> None:
+    scheduler, plan = asking()
+    assert plan.task is not None
+    name = f"{0:040x}.kv"
+    scheduler.answered(plan.number, replace(plan.task, ends="0", some=plan.task.ends))
+    for kind in (FETCH, FETCH, FIND):
+        again = scheduler.schedule()
+        assert again is not None and again.task is not None and again.task.kind == kind
+        scheduler.answered(again.number, replace(again.task, wanted=name, files=f"{name} AAAA"))
+
+
+def test_files_come_in_the_order_of_their_positions() -> None:
+    ring = Fetched(n_rounds=2)
+    ring.submit(1, 5, 3)
+    while not ring.scheduler.n_reused:
+        ring.step()
+    assert ring.seen == [(FIND, 0), *[(FETCH, 2)] * 2, *[(FETCH, 4)] * 2, *[(FETCH, 5)] * 2, (FIND, 0), (FILL, 5)]
+
+
+@pytest.mark.parametrize(("row_s", "n_runs"), [(None, 3), (0.051, 3), (0.049, 1)])
+def test_files_that_come_slower_than_rows_are_computed_are_left(row_s: float | None, n_runs: int) -> None:
+    """One run has come before that is seen, and is of use."""
+    took_s = 0.05 * 2 * PAGE
+    ring = Fetched(n_rounds=1, took_s=took_s)
+    ring.scheduler.row_s = row_s
+    ring.submit(1, 6, 3)
+    while not ring.scheduler.n_reused:
+        ring.step()
+    stops = [stop for kind, stop in ring.seen if kind == FETCH]
+    assert stops == [2, 4, 6][:n_runs] and ring.scheduler.n_reused == PAGE * stops[-1]
+
+
+def test_nothing_is_filled_for_a_text_that_has_gone() -> None:
+    ring = Fetched(n_rounds=1)
+    ring.submit(1, 4, 3)
+    ring.submit(2, 4, 3)
+    while [kind for kind, _ in ring.seen].count(FETCH) < 3:
+        ring.step()
+    for seq_id in (1, 2):
+        ring.scheduler.cancel(seq_id)
+    n = len(ring.seen)
+    while ring.scheduler.has_work:
+        ring.step()
+    assert ring.seen[n:] == [("rows", 0)], "what is freed"
 
 
 # In memory

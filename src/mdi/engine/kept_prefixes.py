@@ -167,6 +167,7 @@ class KeptFiles:
         self._free = free or (lambda: shutil.disk_usage(folder).free)
         self._bytes_per_s = bytes_per_s
         self._n_read = 0  # bytes so far
+        self._wanted: set[str] = set()  # names of files that lacked here in the last round of FETCH
         self._rate: tuple[float, float] | None = None  # bytes per second of the last large reading, and when that was
         self._queue: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
         self._waiting: dict[Path, int] = {}  # bytes of each file that is to be written
@@ -175,9 +176,7 @@ class KeptFiles:
         self._ending, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Condition()  # told when nothing waits any more
-        self._disk = (
-            threading.Lock()
-        )  # of what is counted: files come from the thread that writes, and from other nodes
+        self._disk = threading.Lock()  # of what is counted: the thread that computes writes and removes, too
 
     # Of the thread that computes
 
@@ -186,11 +185,7 @@ class KeptFiles:
         try:
             if task.kind == FIND:
                 found = replace(task, ends=f"{task.possible & self.ends(task, caches):x}")
-                some = (
-                    task.some
-                    if found.possible == task.possible
-                    else f"{int(task.some, 16) | self._some(task, caches):x}"
-                )
+                some = f"{int(task.some, 16) | self._some(task, caches):x}"
                 return replace(found, some=some, row_read_s=found.row_read_s + self._row_read_s(found, caches))
             if task.kind == FETCH:
                 return self._fetched(task, caches)
@@ -233,12 +228,20 @@ class KeptFiles:
 
     def _fetched(self, task: PrefixTask, caches: Caches) -> PrefixTask:
         """Take the files that are missing here from those that come with a task, and add what is here of what others want.
-        They stay sealed: a node without the same key takes none.
+        They stay sealed: a node without the same key takes none. A file is opened, written and synchronised with the disk
+        before this thread computes again: a text waits for it.
         """
         folder, n = self._folder / task.owner, task.stop // PAGE
         blocks, files, wanted = caches.classes_of_blocks(), task.attached, set(task.wanted.split())
-        paths = [path for i, one in blocks.items() for path in _paths(folder, task, n, i, _is_cut(one))]
-        missing = {path.name for path in paths if not path.exists()}
+        cut, whole = _by_cut(blocks)
+        paths = [path for i in cut for path in _paths(folder, task, n, i, True)]
+        paths += [path for i in (whole if task.is_end else ()) for path in _paths(folder, task, n, i, False)]
+        there = {path.name for path in paths if path.exists()}
+        missing = {path.name for path in paths} - there
+        for name in self._wanted & there:  # it has come otherwise
+            files.pop(name, None)
+            wanted.discard(name)
+        self._wanted = missing
         try:
             for name in missing & files.keys():
                 data = files.pop(name)
@@ -326,7 +329,11 @@ class KeptFiles:
             for folder in self._folder.glob(f"{own[0].partition('-')[0]}-*"):
                 if folder.name not in own:
                     shutil.rmtree(folder, ignore_errors=True)
-                    self._known_bytes = None
+                    self._count_again()
+
+    def _count_again(self) -> None:
+        with self._disk:
+            self._known_bytes = None
 
     def _put(self, one: _Written) -> None:
         with self._lock:
@@ -367,7 +374,7 @@ class KeptFiles:
                 self._write(path, self._sealed(path.name, data))
                 _keep_newest(item.earlier, item.n_earlier)
             except Exception as e:  # of one file; the thread goes on with the next one
-                self._known_bytes = None
+                self._count_again()
                 if not is_told:
                     logger.warning("prefixes are not kept on this disk: %s", e)
                 is_told = True
@@ -537,8 +544,11 @@ def _all_there(folder: Path, blocks: Sequence[int], key: bytes) -> bool:
 
 
 def _keep_newest(paths: Sequence[Path], n: int) -> None:
-    there = sorted((path for path in paths if path.exists()), key=lambda path: path.stat().st_mtime)
-    for path in there[: max(0, len(there) - n)]:
+    there = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            there.append((path.stat().st_mtime, path))
+    for _, path in sorted(there)[: max(0, len(there) - n)]:
         path.unlink(missing_ok=True)
 
 

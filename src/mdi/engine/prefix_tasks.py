@@ -39,13 +39,14 @@ class PrefixTask:
     Attributes:
         kind: FIND ends of which every node has all files; FILL the caches of a sequence up to position `stop`; KEEP the
             positions [start, stop) of a sequence; FETCH from other nodes the files that lack here of what blocks have up to
-            position `stop`; remove the folders of all other OWNERS.
+            position `stop`, states only with `is_end`; remove the folders of all other OWNERS.
         seq_id, n_evictions: of the sequence.
         owner: name of a folder; of OWNERS several, with spaces between.
         keys: of the prefix's pages, from the first one on, in hex.
         run_pages: of a run.
         ends: bit i says that a prefix may end behind page i; in hex.
-        is_end: of KEEP: whether the text ends there, so that states are kept as well.
+        is_end: of KEEP: whether the text ends there, so that states are kept as well; of FETCH: whether all that there is ends
+            there.
         is_done: whether all nodes so far could do it.
         row_read_s: of FIND: seconds that the nodes so far, one after the other, need to read a position of the longest end;
             0 where that was not measured.

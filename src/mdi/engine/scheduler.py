@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes
-from mdi.engine.prefix_tasks import FETCH, FILL, FIND, KEEP, PrefixTask, RingPrefixes
+from mdi.engine.prefix_tasks import FETCH, FILL, FIND, KEEP, OWNERS, PrefixTask, RingPrefixes
 from mdi.engine.replay import Replays
 from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
 from mdi.errors import Code, EngineError
@@ -114,6 +114,8 @@ class Scheduler:
         self._freed: list[int] = []
         self.ring_prefixes: RingPrefixes | None = None  # that its nodes have on their disks; set between two runs
         self._tasks: deque[PrefixTask] = deque()
+        self._has_asked = False  # in the last frame: tasks and rows take turns
+        self._fetch_s = 0.0  # that the text has waited for whose files are under way
         self._asking: dict[int, Sequence] = {}  # whose beginnings nodes look for on their disks, or read
         self._n_snapshots = 0
         self._snapshots: list[tuple[int, int]] = []  # copies that come with the next frame
@@ -296,17 +298,20 @@ class Scheduler:
             self._admit()
         for sequence in filter(self._awaits_prefix, self._prefilling):
             self._fork(sequence)
-        if self._tasks and n_known - self._n_bare < self.n_frames:
-            return self._planned(Plan(self.n_plans, (), (), task=self._tasks.popleft()))
+        has_place = n_known - self._n_bare < self.n_frames
+        if has_place and not self._has_asked and (asking := self._ask()) is not None:
+            return asking
         slices: list[PlannedSlice] = []
         is_replay, is_plain, n_guessed = False, False, self.n_guessed
-        if n_known - self._n_bare < self.n_frames:
+        if has_place:
             if self._has_replayed or not self._replays:
                 slices, prompts = self._decode_slices(), self._prefill_slices()
                 is_plain = not prompts and self.n_guessed == n_guessed
                 slices += prompts
             self._has_replayed = is_replay = not slices and bool(self._replays)
             slices = self._replay_slices() if is_replay else slices
+            if not slices and (asking := self._ask()) is not None:
+                return asking
         is_guessed = not slices and self.guesser is not None
         if is_guessed:
             slices = self._guess_slices()
@@ -315,6 +320,7 @@ class Scheduler:
             if self._in_flight or self._running or (task := self._task_to_keep()) is None:
                 return None
             return self._planned(Plan(self.n_plans, (), (), task=task))
+        self._has_asked = False
         for part in slices:
             if part.n_logits:
                 self._running[part.seq_id].n_flying += 1
@@ -324,6 +330,16 @@ class Scheduler:
         self._copies, self._snapshots = self._snapshots, []
         self._n_bare += is_guessed
         return self._planned(Plan(self.n_plans, tuple(slices), freed, copies, is_replay, is_guessed, is_plain))
+
+    def _ask(self) -> Plan | None:
+        """A frame with the next task. Files come last, and one frame with them at a time: no other text waits for them."""
+        task = min(self._tasks, key=lambda one: one.kind == FETCH, default=None)
+        are_files = task is not None and task.kind == FETCH
+        if task is None or (are_files and any(plan.task and plan.task.kind == FETCH for plan in self._in_flight)):
+            return None
+        self._tasks.remove(task)
+        self._has_asked = True
+        return self._planned(Plan(self.n_plans, (), (), task=task))
 
     def _planned(self, plan: Plan) -> Plan:
         self.n_plans += 1
@@ -561,8 +577,12 @@ class Scheduler:
         found = files.answer(task)
         return task if found.possible or found.some != "0" else None
 
-    def answered(self, number: int, task: PrefixTask) -> None:
-        """A frame with a task is back. Raises EngineError: it is not the frame that is due."""
+    def answered(self, number: int, task: PrefixTask, took_s: float = 0.0) -> None:
+        """A frame with a task is back. Raises EngineError: it is not the frame that is due.
+
+        Args:
+            took_s: seconds that it took, see PromptPace.
+        """
         plan, _ = self.due(number)
         asked = plan.task
         if asked is None or asked.kind != task.kind:
@@ -570,7 +590,7 @@ class Scheduler:
         self._in_flight.popleft()
         # Only answers are taken from what came back.
         ends = f"{asked.possible & task.possible:x}"
-        some = f"{asked.possible & int(task.some, 16):x}"
+        some = f"{(asked.possible if asked.kind == FIND else int(asked.some, 16)) & int(task.some, 16):x}"
         answered = replace(
             asked, ends=ends, is_done=task.is_done, row_read_s=task.row_read_s, some=some, wanted=task.wanted,
             files=task.files,
@@ -581,15 +601,38 @@ class Scheduler:
         sequence = self._asking.get(asked.seq_id) if asked.kind in (FIND, FILL, FETCH) else None
         if sequence is None or sequence.n_evictions != asked.n_evictions:
             return
-        has_moved = answered.is_done and (answered.files or answered.wanted != asked.wanted)
-        if asked.kind == FETCH and has_moved and asked.n_rounds > 1:
-            return self._tasks.append(replace(answered, n_rounds=asked.n_rounds - 1))
+        if asked.kind == FETCH and (more := self._next_round(sequence, asked, answered, took_s)) is not None:
+            return self._tasks.appendleft(more)
         self._go_on_with(sequence, answered)
 
+    def _next_round(self, sequence: Sequence, asked: PrefixTask, task: PrefixTask, took_s: float) -> PrefixTask | None:
+        """Of FETCH; None: no more files come, or those so far took longer than computing what they are for."""
+        self._fetch_s = took_s + (self._fetch_s if asked.n_rounds < FETCH_ROUNDS else 0.0)
+        is_slow = (
+            self.row_s is not None and self._fetch_s > self._n_gained(sequence, task.possible, task.stop) * self.row_s
+        )
+        if not task.is_done or is_slow or asked.n_rounds <= 1:
+            return None
+        task = replace(task, n_rounds=asked.n_rounds - 1)
+        if not task.wanted:  # all nodes have all up to there
+            return None if task.is_end else self._up_to_next_run(task)
+        return task if (task.wanted, task.files) != (asked.wanted, asked.files) else None
+
+    @staticmethod
+    def _up_to_next_run(task: PrefixTask) -> PrefixTask:
+        """FETCH the files of the next run, so that whatever has come is the beginning of a text."""
+        n_pages, n_some = task.run_pages * (task.stop // PAGE // task.run_pages + 1), int(task.some, 16).bit_length()
+        return replace(task, kind=FETCH, start=0, stop=PAGE * min(n_pages, n_some), is_end=n_pages >= n_some)
+
+    def _n_gained(self, sequence: Sequence, possible: int, stop: int) -> int:
+        """Positions before `stop` that are in no memory, and behind the ends that are possible."""
+        in_memory = self._found_in_memory(sequence)
+        return stop - max(PAGE * possible.bit_length(), 0 if in_memory is None else in_memory[1])
+
     def _go_on_with(self, sequence: Sequence, task: PrefixTask) -> None:
-        n_some = int(task.some, 16).bit_length()
-        if task.kind == FIND and task.n_rounds and n_some >= task.possible.bit_length() + LEAST_FROM_DISK:
-            self._tasks.append(replace(task, kind=FETCH, start=0, stop=PAGE * n_some))
+        n_some, n_all = int(task.some, 16).bit_length(), task.possible.bit_length()
+        if task.kind == FIND and task.n_rounds and n_some >= n_all + LEAST_FROM_DISK:
+            self._tasks.append(self._up_to_next_run(replace(task, stop=PAGE * n_all)))
             return
         if task.kind == FETCH and (again := self._task_to_find(sequence)) is not None:
             return self._tasks.append(again)
@@ -613,9 +656,7 @@ class Scheduler:
     def _is_worth_reading(self, sequence: Sequence, task: PrefixTask) -> bool:
         """Whether the nodes read the longest end faster than they compute what is not in memory of it."""
         n = PAGE * task.possible.bit_length()
-        in_memory = self._found_in_memory(sequence)
-        n_computed = n - (0 if in_memory is None else in_memory[1])
-        return n > 0 and (self.row_s is None or n * task.row_read_s < n_computed * self.row_s)
+        return n > 0 and (self.row_s is None or n * task.row_read_s < self._n_gained(sequence, 0, n) * self.row_s)
 
     def _task_to_keep(self) -> PrefixTask | None:
         """The next run of an ended text that is in the nodes' memory and not on their disks; the newest text comes first."""
@@ -667,7 +708,8 @@ class Scheduler:
         sequence.siblings.remove(sequence)
         if not sequence.siblings:
             del self._by_prompt[sequence.prompt_key]
-        self._asking.pop(sequence.seq_id, None)
+        if self._asking.pop(sequence.seq_id, None) is not None:  # nothing is filled that nobody frees
+            self._tasks = deque(one for one in self._tasks if one.kind == OWNERS or one.seq_id != sequence.seq_id)
         for queue in (self._ready, self._prefilling):
             if sequence in queue:
                 queue.remove(sequence)
@@ -936,24 +978,26 @@ class PromptPace:
         n_prompt = sum(part.n_rows for part in plan.slices if part.is_prompt)
         self.under_way[plan.number] = now_s, n_prompt, sum(not part.is_prompt for part in plan.slices)
 
-    def returned(self, number: int, now_s: float) -> None:
-        """It is back. Those of a lost ring never are, and are forgotten."""
+    def returned(self, number: int, now_s: float) -> float:
+        """It is back; those of a lost ring never are, and are forgotten. Returns the seconds it took behind the one before,
+        0 if nobody knows.
+        """
         if (sent := self.under_way.pop(number, None)) is None:
-            return  # it left before anybody looked
+            return 0.0  # it left before anybody looked
         sent_s, n_prompt, n_decoding = sent
         for earlier in [other for other in self.under_way if other < number]:
             del self.under_way[earlier]
         time_s = now_s - max(sent_s, self._last)  # frames follow each other; the first of them has gone the whole way
         self._last = now_s
-        if not n_decoding:
+        if not n_decoding:  # no decoding text waits for it
             if n_prompt >= MANY_ROWS:
                 found = time_s / n_prompt
                 self.row_s = found if self.row_s is None else self.row_s + WEIGHT * (found - self.row_s)
-            return  # no decoding text waits for it
-        if not n_prompt:
+        elif not n_prompt:
             self._decode_s = time_s if self._decode_s is None else self._decode_s + WEIGHT * (time_s - self._decode_s)
         elif self._decode_s:
             self._follow(n_prompt, time_s / self._decode_s - 1)
+        return time_s
 
     def _follow(self, n_prompt: int, slower: float) -> None:
         """So many rows made a frame so much slower."""

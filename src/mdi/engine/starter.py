@@ -481,13 +481,13 @@ class StarterEngine:
     def _step(self, ring: Ring) -> None:
         speculation, begin = self._speculation, time.perf_counter()
         for plan in iter(self.scheduler.schedule, None):
+            if self.pace is not None:
+                self.pace.sent(plan, time.perf_counter())
             if plan.task is not None:
                 assert self.scheduler.ring_prefixes is not None
                 ring.send(self.scheduler.ring_prefixes.answer(plan.task).frame(ring.epoch, plan.number))
                 begin = time.perf_counter()
                 continue
-            if self.pace is not None:
-                self.pace.sent(plan, time.perf_counter())
             if speculation is not None and (not plan.is_plain or speculation.is_watching(plan.number)):
                 now = time.perf_counter()
                 self.compute_s += now - begin  # guesses among them
@@ -498,7 +498,8 @@ class StarterEngine:
         if frame is None:
             self.scheduler.keeps_later = False
         elif frame.is_task:
-            self.scheduler.answered(frame.number, PrefixTask.of(frame))
+            took_s = 0.0 if self.pace is None else self.pace.returned(frame.number, time.perf_counter())
+            self.scheduler.answered(frame.number, PrefixTask.of(frame), took_s)
             ring.release(frame)
         else:
             tokens = self._draw(frame, ring, *self.scheduler.due(frame.number))
