@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import on_path  # noqa: F401
 from random_checkpoint import DEEP, SHAPES, make_checkpoint
 from records import add_json_flag, save
 from serve_client import HOST, SRC, answering

@@ -51,11 +51,13 @@ def share_of(config: Any, n_nodes: int) -> Any:
 def gibibytes(config: Any, n_nodes: int) -> tuple[float, float]:
     """Of weights on the starter, without and with a window."""
 
-    from mdi.placement.windows import units_of
+    from mdi.placement.windows import matrices_of
     from mdi.stages.window_budget import plan_window
+    from mdi.stages.window_files import block_units
 
     share = share_of(config, n_nodes)
-    blocks, head = units_of(share, "float32", 0, config.n_layer, is_starter=True)
+    matrices, head = matrices_of(share, "float32", 0, config.n_layer, is_starter=True)
+    blocks = block_units(matrices)
     assert head is not None
     embedding = 4 * config.padded_vocab_size * config.n_embd
     without = sum(unit.n_bytes for unit in blocks) + head.n_bytes + embedding

@@ -325,6 +325,28 @@ def test_one_address_elsewhere_has_so_many_connections_to_a_node(
         until(is_let_in)
 
 
+def test_a_connection_that_breaks_when_it_is_told_of_is_closed(
+    relay: Relay, keys: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken: list[Tunnel] = []
+    plainly = Tunnel.send
+
+    def send(tunnel: Tunnel, message: dict[str, str]) -> None:
+        if "stream" in message:
+            broken.append(tunnel)
+            raise ConnectionResetError
+        plainly(tunnel, message)
+
+    monkeypatch.setattr(Tunnel, "send", send)
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+        own = ("127.0.0.1", server.getsockname()[1])
+        node = DialOut(("127.0.0.1", relay.port), keys, "board", "ab" * 8, {"control": own, "ring": own})
+        stack.callback(node.close)
+        until(lambda: bool(relay.nodes()))
+        stack.enter_context(connected(relay.nodes()[0].ring_port, "127.0.0.1"))
+        until(lambda: bool(broken) and broken[0].sock.fileno() == -1)
+
+
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname(), DEADLINE_S)

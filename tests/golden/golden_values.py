@@ -177,7 +177,7 @@ def plans(config: ModelConfig) -> Json:
         for key in set(told) - {"model", "limit", "advice", "notes", "parallel", "first_token", "clients"}
     }
     for node in told["nodes"]:
-        del node["read_bytes"], node["read_s"]  # of windows
+        del node["read_bytes"], node["read_s"], node["expert_hits"]  # of windows
     return _rounded([told, _sizes(shape)])
 
 

@@ -51,7 +51,7 @@ def export_hf(
     names = family.names(config)
     parts = [(source, names, part) for part in source.part_names()]
     if (more := source.predicting()) is not None:
-        of_more = names.of_predicting(config.n_layer, names.prefixes[0])
+        of_more = names.of_predicting(source.spec.n_layer, names.prefixes[0])
         if of_more is None:
             raise CheckpointError(f"a Hugging Face {family.model_type} model has no layers for multi-token prediction")
         parts += [(more, of_more, part) for part in more.part_names()]

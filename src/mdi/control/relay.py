@@ -557,13 +557,13 @@ class DialOut:
 
     def _stream(self, number: str, port: str) -> None:
         try:
-            own = socket.create_connection(self._own[port], MEET_S)
-            try:
+            with contextlib.ExitStack() as opened:
+                own = socket.create_connection(self._own[port], MEET_S)
+                opened.callback(own.close)
                 tunnel = Tunnel.dial(*self._relay, self._keys.keys, self._dialling)
+                opened.callback(tunnel.close)
                 tunnel.send({"stream": number, "process": self._process})
-            except BaseException:
-                own.close()
-                raise
+                opened.pop_all()
             join(own, tunnel.sock)
         except (OSError, MdiError) as e:
             logger.debug("a connection through the relay: %s", e)
