@@ -265,14 +265,12 @@ def family_blocks() -> str:
 def guesses(name: str) -> str:
     """Cases of speculation.py, other than those of its main table."""
     result = load(name)
-    has_ideal = any("simulated" in one for one in result["rows"])
     rows = [
         [one["case"], f"{one['plain_tokens_s']:.1f}", f"**{one['ratio']:.2f}**", f"{one['lowest']:.2f}",
-         *([f"{one['simulated']:.2f}"] if has_ideal else []), f"{one['confirmed']:,} of {one['guessed']:,}"]
+         f"{one['confirmed']:,} of {one['guessed']:,}"]
         for one in result["rows"]
     ]  # fmt: skip
-    head = ["case", "without, tokens/s", "times", "lowest", *(["ideal"] if has_ideal else []), "right guesses"]
-    return measured(result, markdown(head, rows))
+    return measured(result, markdown(["case", "without, tokens/s", "times", "lowest", "right guesses"], rows))
 
 
 def swarm() -> str:
@@ -300,8 +298,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "speculation": speculation,
     "speculation-sources": lambda: guesses("speculation_sources"),
     "speculation-never": lambda: guesses("speculation_never"),
-    "speculation-1b": lambda: guesses("speculation_1b"),
-    "speculation-quotas": lambda: guesses("speculation_quotas"),
     "swarm": swarm,
     "tensor-speed": tensor_speed,
     "tensor-speed-waiting": tensor_speed_waiting,
