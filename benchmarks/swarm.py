@@ -95,6 +95,9 @@ def of_petals(margin: float) -> Balance:
 
     def balance(nodes: list[Served], n_layer: int) -> list[Served]:
         nodes = list(nodes)
+        mean = sum(node.speed * node.n_blocks for node in nodes) / n_layer
+        if mean <= speeds(nodes, n_layer).min() * (1 + margin):
+            return nodes  # no assignment serves its slowest block faster than the mean
         for i in range(len(nodes)):
             if (start := better(nodes, i, n_layer)) is None:
                 continue

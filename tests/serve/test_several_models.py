@@ -31,6 +31,27 @@ def test_two_models_answer_at_the_same_time(folder: Path, nodes: list[SecondaryN
     run(scenario())
 
 
+def test_a_second_model_takes_what_the_first_leaves(
+    folder: Path, nodes: list[SecondaryNode], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node without memory gets none of its blocks; where it does not fit as planned, they are shared out evenly."""
+
+    async def scenario() -> None:
+        async with server(folder, nodes, placement="throughput") as made:
+            monkeypatch.setattr(nodes[0].profiler, "available_bytes", lambda device: 0)
+            assert await made.write("two", 20) == right("two", 20)
+            beside = made.host.loaded["two"].run
+            assert nodes[0].config.name not in beside.names and nodes[1].config.name in beside.names
+            assert "shared out evenly" not in caplog.text
+            monkeypatch.setattr(nodes[1].profiler, "available_bytes", lambda device: 0)
+            monkeypatch.setattr(made.host._ports.caches, "available", lambda device: 0)
+            assert await made.write("three", 20) == right("three", 20)
+            assert "shared out evenly" in caplog.text
+
+    with caplog.at_level("INFO"):
+        run(scenario())
+
+
 def test_a_model_that_cannot_be_used_is_told_and_the_others_continue(
     folder: Path, nodes: list[SecondaryNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ from mdi.errors import Code, EngineError, MdiError, NodeLostError, RingError
 from mdi.net.hello import Fault
 from mdi.net.ring import TcpRing
 from mdi.placement.profile import NodeProfile
-from mdi.run.cut import MovingCut, better_with
+from mdi.run.cut import INFINITE, MovingCut, better_with
 from mdi.run.form import Former, Link, LoadAhead, Loaded, Ring
 from mdi.run.nodes import CallRoll, Losses, Newcomers, RollCall
 from mdi.run.policy import (
@@ -59,6 +59,8 @@ NOTICE_S = 0.25  # how often it is asked whether a node is about to leave
 LOOK_S = 5.0  # how often nodes are asked
 SOUGHT_S = 1.0  # the same while there is no ring
 MOVABLE = 2  # nodes of a ring whose order cannot change
+SLOW_TIMES = 3.0  # times as long as measured, next to others: a node is slow then, and is not below a half of that
+LEAST_FRAMES = 20  # between two looks, for a mean
 FORGET_S = 600.0  # how long it is remembered that a link was slow that the ring does not use any more
 
 Measure = Callable[[ControlClient], NodeProfile]
@@ -225,6 +227,54 @@ class SlowLinks:
         return float(way_s) if isinstance(way_s, int | float) and 0 <= way_s < FORGET_S else None
 
 
+class SlowNodes:
+    """Nodes of a ring that other programs leave less time than when they were measured, and the cut that is faster then.
+
+    A node is slow if it was twice, and no longer if it twice was not.
+
+    Args:
+        run: its id, as the nodes know it.
+        cut: knows the nodes as they were measured.
+    """
+
+    def __init__(self, run: str, cut: MovingCut) -> None:
+        self._run = run
+        self._cut = cut
+        self._ring = 0
+        self._last: dict[str, tuple[int, float]] = {}  # frames of the ring, and seconds of computing
+        self._seen: dict[str, float] = {}  # how slow each was when it was looked at last
+        self._slow: dict[str, float] = {}
+        self._has_moved = False
+
+    def best(self, ring: Ring) -> Form | None:
+        """The ring with fewer blocks on slow nodes, or again as before, if that gains enough."""
+        if ring.number != self._ring:
+            self._ring, self._last, self._seen = ring.number, {}, {}
+        asked = FanOut({client.node.name: partial(self._asked, client) for client in ring.clients})
+        asked.join(ASK_S)
+        last, self._last = self._last, {name: one for name, one in asked.results.items() if one is not None}
+        spent = {name: (n - last[name][0], s - last[name][1]) for name, (n, s) in self._last.items() if name in last}
+        times = self._cut.slower_nodes(
+            ring.stages, {name: s / n for name, (n, s) in spent.items() if n >= LEAST_FRAMES}
+        )
+        for name in times.keys() & self._seen.keys():
+            if (both := min(times[name], self._seen[name])) > SLOW_TIMES:
+                self._slow[name] = both
+            elif max(times[name], self._seen[name]) < SLOW_TIMES / 2:
+                self._slow.pop(name, None)
+        self._seen = times
+        found = self._cut.with_slower(computing(ring.stages), self._slow) if self._slow or self._has_moved else None
+        self._has_moved |= found is not None
+        return found
+
+    def _asked(self, client: ControlClient) -> tuple[int, float] | None:
+        measured = client.status(self._run, ASK_S).get("measured")
+        found = [measured.get(key) for key in ("frames", "compute_s")] if isinstance(measured, dict) else []
+        if not found or not all(isinstance(one, int | float) and 0 <= one < INFINITE for one in found):
+            return None
+        return int(found[0]), float(found[1])
+
+
 def _way_s(link: Link) -> float | None:
     return link.next_link.way_s if isinstance(link, TcpRing) else None
 
@@ -233,16 +283,17 @@ class Lookout:
     """Looks for changes of a ring without a loss, in the thread `ring-lookout`; changes nothing, and puts what it sees.
 
     Args:
-        joins, links: None where nodes share blocks: then no node is added, and the order stays.
+        joins: None where nodes share blocks: then no node is added.
+        slow: look for what has become slower in a ring of more than MOVABLE nodes.
         present: the ring that generates; None while there is none.
         put: gets each event.
     """
 
     def __init__(
         self, joins: Looks | None, present: Callable[[], Ring | None], put: Callable[[Leaving | Better], None], cancel: Cancel,
-        links: SlowLinks | None = None,
+        slow: Sequence[SlowLinks | SlowNodes] = (),
     ) -> None:  # fmt: skip
-        self._joins, self._links = joins, links
+        self._joins, self._slow = joins, slow
         self._present = present
         self._put = put
         self._cancel = cancel
@@ -280,8 +331,8 @@ class Lookout:
                 next_look = time.monotonic() + LOOK_S
                 try:
                     found = self._joins.best(ring.stages, ring.processes)
-                    if found is None and self._links is not None and len(ring.stages) > MOVABLE:
-                        found = self._links.best(ring)
+                    for look in self._slow if len(ring.stages) > MOVABLE else ():
+                        found = found or look.best(ring)
                     if found is not None:
                         self._put(Better(found, ring.stages))
                 except Exception:  # texts continue in the present ring
