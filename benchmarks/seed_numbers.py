@@ -16,11 +16,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from time import process_time
 from timeit import timeit
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.linalg import norm
 
 import on_path  # noqa: F401
 from mdi.checkpoint.shapes import read_config
@@ -44,7 +46,7 @@ def rows_of(path: Path) -> np.ndarray:
     n_layer = read_config(path / "model_config.yaml").n_layer
     pieces: list[np.ndarray] = []
     options = StarterOptions(ckpt=path, prompt_style="none", placement="even", draft="none")
-    with Run(GivenNodes(standalone()), options, 16, n_texts=1, taps=(n_layer // 3, 2 * n_layer // 3)) as run:
+    with Run(GivenNodes(standalone()), options, N_TOKENS + 1, n_texts=1, taps=(n_layer // 3, 2 * n_layer // 3)) as run:
         ids = run.model.codec.encode_prompt((ROOT / "docs" / "architecture.md").read_text())[:N_TOKENS]
         request = run.submit_rows(ids, 0, lambda first, rows: pieces.append(rows[1:].copy()))
         while wait_for_event(request.events).finish_reason is None:
@@ -80,8 +82,8 @@ def compression(rows: np.ndarray) -> Iterator[dict[str, Any]]:
             off = [decode(b, x.shape) - x for b, x in zip(sent, frames, strict=True)]
             x, b = frames[len(frames) // 3], sent[len(frames) // 3]
             calls = partial(encode, x), partial(decode, b, x.shape)
-            spent = [timeit(call, number=N_CALLS) / N_CALLS for call in calls]
-            mean, error = sum(map(len, sent)) / len(sent) / n, np.linalg.norm(off) / np.linalg.norm(frames)
+            spent = [timeit(call, timer=process_time, number=N_CALLS) / N_CALLS for call in calls]
+            mean, error = sum(map(len, sent)) / len(sent) / n, norm(off) / norm(frames)
             yield {"way": name, "rows": n, "bytes": mean, "encode_s": spent[0], "decode_s": spent[1], "error": error}
 
 
@@ -101,8 +103,7 @@ def errors() -> Iterator[dict[str, Any]]:
     for name, case in cases.items():
         weights = case.astype(np.float32)
         found = {"nf4": in_nf4(weights)} | {form: unpack(pack(form, weights)) for form in ("int4", "q4_k")}
-        size = np.linalg.norm
-        yield {"weights": name, **{form: size(w - weights) / size(weights) for form, w in found.items()}}
+        yield {"weights": name, **{form: norm(w - weights) / norm(weights) for form, w in found.items()}}
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ from mdi.placement.balance import Served, moved, plan, speeds, weakest_span  # n
 from records import save  # noqa: E402
 
 N_LAYER, N_SERVERS, MINUTES = 70, 206, 24 * 60
-MARGINS = (0.01, 0.1, 0.2)
+MARGINS = (0.01, 0.2)
 LOAD_S = 10.0  # a block, where moves take time: a node that loads serves nothing
 NEAR = 0.85  # of the bound: Petals' "within 15 %"
 

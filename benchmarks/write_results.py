@@ -329,8 +329,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality": quality,
     "recovery-rates": recovery_rates,
     "finetune-speed": partial(finetuning, "passes"),
-    "finetune-epochs": partial(finetuning, "epochs"),
-    "finetune-adapters": partial(finetuning, "adapters"),
     "speculation": speculation,
     "speculation-sources": lambda: guesses("speculation_sources"),
     "speculation-never": lambda: guesses("speculation_never"),

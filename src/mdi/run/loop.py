@@ -4,8 +4,8 @@ All that happens comes as an event in one queue, and one thread decides: `Policy
 engine computes in a thread of its own; between two rings it waits. Before a ring is left of one's own will, the stages of the
 next one are loaded; if that fails, the ring goes on.
 
-A second thread, `Lookout`, sees changes without a loss, and puts them: a node that is about to leave, or one that is back or
-new and would make the ring faster.
+A second thread, `Lookout`, sees changes without a loss, and puts them: a node that is about to leave, one that is back or new
+and would make the ring faster, and links and nodes that have become slower.
 """
 
 from __future__ import annotations
@@ -681,13 +681,19 @@ class RingLoop:
         if engine is not None and engine.first_token_s is not None:
             self._records.end(engine.first_token_s)
         if isinstance(cause, Form):
-            joining = set(cause.names).difference(stage.name for stage in self.policy.ring)
+            present = tuple(stage.name for stage in self.policy.ring)
+            joining = set(cause.names).difference(present)
             if self._changing is not None:
                 logger.info("the ring goes on with other adapters")
             elif hot := sorted(joining & cause.hot):
                 logger.info("hot spare: %s computes beside the node after it", ", ".join(hot))
             elif joining:
                 logger.info("%s joins the ring and makes it faster", ", ".join(sorted(joining)))
+            elif cause.names == present:
+                logger.info(
+                    "nodes compute at another pace than before; they have %s blocks now",
+                    "/".join(map(str, cause.counts)),
+                )
             else:
                 logger.info("a link has become slower; the ring is now %s", " -> ".join(cause.names))
             decision: Decision = cause
