@@ -312,9 +312,11 @@ def nf4() -> str:
 def placement_clients() -> str:
     result, rows = load("placement_clients"), {"gma": ["GMA"], "opa": ["OPA"], "throughput": ["here"]}
     for one in result["against"]:
-        blocks = " ".join(f"{name}:{k}" for name, k in zip(one["nodes"], one["counts"], strict=True))
         n_tokens = one["clients"] * result["batch"] * 10
-        rows[one["method"]].append(f"{n_tokens / one['tokens_s']:.1f} s ({blocks})")
+        blocks = " ".join(
+            f"S{1 + int(name[9:] or -1) + 1}:{k}" for name, k in zip(one["nodes"], one["counts"], strict=True)
+        )
+        rows[one["method"]].append(f"{n_tokens / one['tokens_s']:.2f} ({blocks})")
     head = ["", *(f"{n}" for n in dict.fromkeys(one["clients"] for one in result["against"]))]
     return measured(result, markdown(head, list(rows.values())))
 

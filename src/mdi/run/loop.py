@@ -269,10 +269,12 @@ class SlowNodes:
 
     def _asked(self, client: ControlClient) -> tuple[int, float] | None:
         measured = client.status(self._run, ASK_S).get("measured")
-        found = [measured.get(key) for key in ("frames", "compute_s")] if isinstance(measured, dict) else []
-        if not found or not all(isinstance(one, int | float) and 0 <= one < INFINITE for one in found):
+        if not isinstance(measured, dict):
             return None
-        return int(found[0]), float(found[1])
+        n_frames, compute_s = measured.get("frames"), measured.get("compute_s")
+        if not isinstance(n_frames, int) or not isinstance(compute_s, int | float) or not 0 <= compute_s < INFINITE:
+            return None
+        return n_frames, float(compute_s)
 
 
 def _way_s(link: Link) -> float | None:
