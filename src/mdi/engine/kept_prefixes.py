@@ -528,18 +528,19 @@ class _FromFiles(Mapping[int, Piece]):
             return self._files.read(paths[0], self._type, self._room)
         for begin, path in zip(range(0, self._task.stop, n_run), paths, strict=True):
             piece, n = self._files.read(path, self._type, self._room), min(n_run, self._task.stop - begin)
-            forms = [(one.dtype, one.shape[1:]) for one in piece.arrays]
-            if [(one.dtype, one.shape[1:]) for one in self._arrays] != forms and not begin:
-                self._arrays = [np.empty((self._task.stop, *shape), dtype) for dtype, shape in forms]
-            if (
-                [(one.dtype, one.shape[1:]) for one in self._arrays] != forms
-                or piece.first != begin
-                or any(len(one) < n for one in piece.arrays)
-            ):
+            if not begin and _forms(piece.arrays) != _forms(self._arrays):
+                self._arrays = [np.empty((self._task.stop, *one.shape[1:]), one.dtype) for one in piece.arrays]
+            is_other = piece.first != begin or _forms(piece.arrays) != _forms(self._arrays)
+            if is_other or any(len(one) < n for one in piece.arrays):
                 raise EngineError("a file of other positions or shapes")
             for whole, one in zip(self._arrays, piece.arrays, strict=True):
                 whole[begin : begin + n] = one[:n]
         return Piece(0, tuple(self._arrays))
+
+
+def _forms(arrays: Sequence[np.ndarray]) -> list[tuple[Any, ...]]:
+    """Of their rows."""
+    return [(one.dtype, one.shape[1:]) for one in arrays]
 
 
 def files_in(folder: Path) -> Iterator[tuple[Path, int, float]]:

@@ -80,6 +80,11 @@ class PrefixTask:
         return [whole[i : i + KEY_BYTES] for i in range(0, len(whole), KEY_BYTES)]
 
     @property
+    def goes_ahead(self) -> bool:
+        """Whether a node passes it on before it does its part."""
+        return self.kind == FILL
+
+    @property
     def possible(self) -> int:
         """`ends` as a number."""
         return int(self.ends, 16)

@@ -15,7 +15,7 @@ import numpy as np
 from mdi.engine.cohort import Beams, Chooser, Cohort, Ended
 from mdi.engine.memory import CacheMemory
 from mdi.engine.pooling import Pool
-from mdi.engine.prefix_tasks import FILL, PrefixTask, RingPrefixes
+from mdi.engine.prefix_tasks import PrefixTask, RingPrefixes
 from mdi.engine.replay import SentRows
 from mdi.engine.sampling import Row, log_probs, on_host, sample, scores_of
 from mdi.engine.scheduler import PromptPace, Scheduler
@@ -485,10 +485,10 @@ class StarterEngine:
                 self.pace.sent(plan, time.perf_counter())
             if plan.task is not None:
                 assert self.scheduler.ring_prefixes is not None
-                if plan.task.kind == FILL:
+                if plan.task.goes_ahead:
                     ring.send(plan.task.frame(ring.epoch, plan.number))
                 answered = self.scheduler.ring_prefixes.answer(plan.task)
-                if plan.task.kind != FILL:
+                if not plan.task.goes_ahead:
                     ring.send(answered.frame(ring.epoch, plan.number))
                 begin = time.perf_counter()
                 continue

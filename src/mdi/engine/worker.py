@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from mdi.engine.prefix_tasks import FILL as FILL_CACHES
 from mdi.engine.prefix_tasks import PrefixTask
 from mdi.engine.replay import COMPUTE, FILL, PASS, SentRows
 from mdi.engine.rows import FrameRows, whole_rows
@@ -276,10 +275,10 @@ class SecondaryLoop:
 
     def _answer_to(self, frame: Frame) -> None:
         task = PrefixTask.of(frame)
-        if task.kind == FILL_CACHES:  # all nodes do it at once; a frame behind it asks how it went
+        if task.goes_ahead:
             self._ring.send(task.frame(frame.epoch, frame.number))
         done = replace(task, ends="0", is_done=False) if self._answer is None else self._answer(task)
-        if task.kind != FILL_CACHES:
+        if not task.goes_ahead:
             self._ring.send(done.frame(frame.epoch, frame.number))
 
     def _as_it_came(self, frame: Frame) -> Frame:
