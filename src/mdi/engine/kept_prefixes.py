@@ -204,13 +204,14 @@ class KeptFiles:
             if task.kind == FETCH:
                 return self._fetched(task, caches)
             if task.kind == FILL:
-                self._failed.add(task.seq_id)
-                if self._fill(task, caches):
+                self._failed.add(task.seq_id)  # if the disk fails, too
+                if is_filled := self._fill(task, caches):
                     self._failed.discard(task.seq_id)
-            if task.kind in (FILL, FILLED):
-                is_done = task.is_done and task.seq_id not in self._failed
-                self._failed -= {task.seq_id} if task.kind == FILLED else set()
-                return replace(task, is_done=is_done)
+                return replace(task, is_done=task.is_done and is_filled)
+            if task.kind == FILLED:
+                is_filled = task.seq_id not in self._failed
+                self._failed.discard(task.seq_id)
+                return replace(task, is_done=task.is_done and is_filled)
             if task.kind == KEEP:
                 return replace(task, is_done=self._keep(task, caches) and task.is_done)
             self._remove_others(task)
