@@ -116,7 +116,8 @@ def ask(port: int, ids: list[int], n: int = 2) -> dict[str, Any]:
 
 
 def restart(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    flags = ["--nodes", "2", "--quantize", args.format]
+    n_most = str(args.tokens + args.more + 8)
+    flags = ["--nodes", "2", "--quantize", args.format, "--sequence-length", n_most]
     found: dict[str, list[Any]] = {key: [] for key in ("anew_s", "again_s", "kept_s", "kept_bytes", "cached")}
     for i in range(args.rounds):
         ids = prompt(3 * i, args.tokens)
