@@ -607,9 +607,9 @@ class Scheduler:
 
     def _next_round(self, sequence: Sequence, asked: PrefixTask, task: PrefixTask, took_s: float) -> PrefixTask | None:
         """Of FETCH; None: no more files come, or those so far took longer than computing what they are for."""
-        whose, before_s = self._fetch_s
-        text = sequence.seq_id, sequence.n_evictions
-        self._fetch_s = text, waited_s = text, took_s + (before_s if whose == text else 0.0)
+        text, (whose, before_s) = (sequence.seq_id, sequence.n_evictions), self._fetch_s
+        waited_s = took_s + (before_s if whose == text else 0.0)
+        self._fetch_s = text, waited_s
         is_slow = self.row_s is not None and waited_s > self._n_gained(sequence, task.possible, task.stop) * self.row_s
         if not task.is_done or is_slow or asked.n_rounds <= 1:
             return None
