@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mdi.checkpoint.derived import PackedSource
+from mdi.checkpoint.folder import RANKS
 from mdi.checkpoint.gguftokenizer import tokenizer_fields
 from mdi.checkpoint.hfconfig import read_hf_config
 from mdi.checkpoint.packing import PartWeights, plain
 from mdi.checkpoint.shapes import model_shapes
+from mdi.checkpoint.token_ranks import made_of_ranks
 from mdi.errors import CheckpointError, UsageError
 from mdi.families.names import Piece
 from mdi.families.registry import stated_family, written_in_gguf
@@ -83,10 +85,12 @@ def export_gguf(
     model = written_in_gguf(config, shapes, stated_family(read_hf_config(stated)) if stated.is_file() else None)
     held = _held(model.pieces, source)
     kinds = {name: _type_of(source, rows, shapes, name) for name, rows in held.items()}
+    is_of_ranks = not (directory / "tokenizer.json").is_file() and (directory / RANKS).is_file()
+    made = made_of_ranks(directory) if is_of_ranks else None
     fields = {
         **model.fields,
         "general.name": config.name or path.stem,
-        **tokenizer_fields(directory, shapes[EMBEDDING][0]),
+        **tokenizer_fields(directory, shapes[EMBEDDING][0], made),
     }
     writer = GGUFWriter(None, str(fields.pop("general.architecture")))
     writer.add_quantization_version(2)

@@ -4,6 +4,7 @@ GLM 4.7 Flash.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NoReturn
 
 from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, said, words
@@ -11,6 +12,8 @@ from mdi.families.family import Family
 from mdi.families.gguf import Fields, Gguf, check_sigmoid, experts, names, rms_eps
 from mdi.families.names import EXPERTS, GATED, GATED_MLP, LLAMA_ENDS, NORMS_BEFORE, PREDICTING, Held, Names
 from mdi.model.plain import ModelConfig
+
+logger = logging.getLogger("mdi")
 
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _WORDS = {
@@ -107,8 +110,23 @@ def _of_queries(fields: Fields) -> str:
     return "attn_q_b" if "blk.0.attn_q_b.weight" in fields.shapes else "attn_q"
 
 
-def _read_gguf(fields: Fields, hf: Json) -> Json:
+def _check_router(fields: Fields) -> None:
+    """Files from before a field was written do not say what other programs then took for granted. Raises ValueError."""
     check_sigmoid(fields)
+    is_flash = (fields.count("block_count"), fields.shape("token_embd.weight")[0]) in _FLASH_SIZES
+    if fields.get("expert_gating_func") is None and not is_flash:
+        raise ValueError(
+            "it lacks the field deepseek2.expert_gating_func: its router is DeepSeek V2's, which is not supported"
+        )
+    if fields.get("expert_group_count") is None and fields.get("expert_count") == _V3["n_routed_experts"]:
+        logger.warning(
+            "warning: the GGUF file lacks the field deepseek2.expert_group_count: if it is a DeepSeek V3, R1 or V3.1, some "
+            "rows go to other experts than the model means, as in llama.cpp; newer files of the model have the field"
+        )
+
+
+def _read_gguf(fields: Fields, hf: Json) -> Json:
+    _check_router(fields)
     rotated, size = fields.size("rope.dimension_count"), hf["head_dim"]
     is_compressed = _of_queries(fields) == "attn_q_b"
     n_dense = fields.count("leading_dense_block_count")
@@ -177,6 +195,7 @@ _FLASH: Json = {
     "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5,
     "rope_theta": 1000000, "routed_scaling_factor": 1.8, "topk_group": 1, "vocab_size": 154880,
 }  # fmt: skip
+_FLASH_SIZES = {(n, 154880) for n in (47, 48)}  # blocks, with or without that for a further token, and tokens
 _LONGER: Json = {**_KIMI, "max_position_embeddings": 262144, "rope_scaling": {**_KIMI["rope_scaling"], "factor": 64}}
 _OF_V3 = {f"deepseek-ai/DeepSeek-{name}": _V3 for name in ("V3", "V3-0324", "R1", "R1-0528", "V3.1")}
 _ALL: dict[str, Any] = {"names": lambda _: _NAMES}
