@@ -7,6 +7,8 @@ from __future__ import annotations
 import logging
 from typing import Any, NoReturn
 
+import numpy as np
+
 from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, said, words
 from mdi.families.family import Family
 from mdi.families.gguf import Fields, Gguf, check_sigmoid, experts, names, rms_eps
@@ -144,9 +146,35 @@ def _read_gguf(fields: Fields, hf: Json) -> Json:
     if (scaling := hf.get("rope_scaling")) is None:
         return found
     # What multiplies cosines and sines is one, and the softmax has a factor that this tells.
-    scale = 10.0 * float(fields.need("rope.scaling.yarn_log_multiplier"))
+    scale = float(np.float32(10.0 * float(fields.need("rope.scaling.yarn_log_multiplier"))))
     own = {key: value for key, value in scaling.items() if key != "attention_factor"}
     return {**found, "rope_scaling": {**own, "mscale": scale, "mscale_all_dim": scale}}
+
+
+def _own_fields(config: ModelConfig) -> Json:
+    latent = config.latent_attention
+    if latent is None:
+        raise ValueError("no latent attention")
+    rank, rotated, nope, value = (latent[key] for key in _SIZES)
+    found: Json = {
+        "attention.head_count_kv": 1, "attention.key_length": rank + rotated, "attention.value_length": rank,
+        "attention.key_length_mla": nope + rotated, "attention.value_length_mla": value, "attention.kv_lora_rank": rank,
+        "attention.q_lora_rank": latent.get("q_lora_rank"), "rope.dimension_count": rotated,
+        "leading_dense_block_count": config.first_k_dense_replace, "expert_shared_count": config.n_shared_expert,
+        "expert_weights_scale": float(config.routed_scaling_factor), "expert_weights_norm": True, "expert_gating_func": 2,
+        "expert_group_count": config.n_expert_groups or 1, "expert_group_used_count": config.n_topk_groups or 1,
+    }  # fmt: skip
+    scaling = config.rope_adjustments or {}
+    if scaling.get("rope_type") != "yarn":
+        return found
+    betas = {
+        f"rope.scaling.yarn_{beta}": float(scaling[beta]) for beta in ("beta_fast", "beta_slow") if beta in scaling
+    }
+    return {
+        **found, **betas, "rope.scaling.type": "yarn", "rope.scaling.factor": float(scaling["factor"]),
+        "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
+        "rope.scaling.yarn_log_multiplier": 0.1 * scaling["mscale_all_dim"],
+    }  # fmt: skip
 
 
 _GGUF_NAMES = names(
@@ -160,7 +188,7 @@ _GGUF_NAMES = names(
         "attn.kv_b_proj": Held(("attn_k_b", "attn_v_b"), is_by_head=True, otherwise=Held(("attn_kv_b",))),
     }
 )
-_GGUF = Gguf("deepseek2", _read_gguf, _GGUF_NAMES, sized=_whole_heads)
+_GGUF = Gguf("deepseek2", _read_gguf, _GGUF_NAMES, sized=_whole_heads, own=_own_fields)
 
 _HEADS: Json = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _YARN: Json = {
