@@ -23,11 +23,13 @@ from safetensors.torch import load_file, save_file
 
 from made_up_rings import MAX_LENGTH, N_TOKENS, Ring, Source, prompt
 from mdi.checkpoint.convert import convert
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.export import export_hf
 from mdi.checkpoint.gguf import read_gguf
 from mdi.checkpoint.gguf_export import export_gguf
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.hffolder import HfFolder
+from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import shapes_of
 from mdi.checkpoint.source import open_source
