@@ -533,7 +533,7 @@ def test_exported_gguf_files_give_the_same_logits(tmp_path: Path) -> None:
     assert np.abs(logits - expected).max() < TOLERANCE
     fields, tensors = read_gguf(out).fields, read_gguf(out).tensors
     assert (
-        fields["qwen3next.full_attention_interval"] == 3 and list(fields["qwen3next.rope.dimension_sections"])[3] == 0
+        fields["qwen3next.full_attention_interval"] == 4 and list(fields["qwen3next.rope.dimension_sections"])[3] == 0
     )
     assert len(tensors["blk.0.ssm_conv1d.weight"].shape) == 2
     folder, *_ = folder_of("qwen3_5", tmp_path)
