@@ -43,7 +43,12 @@ def _latent(hf: Json) -> Json:
     if kind not in ("default", "yarn"):
         raise ValueError(f"rope scaling of the type {kind!r} is not supported for this architecture")
     found = {"q_lora_rank": hf.get("q_lora_rank"), **{key: hf[key] for key in _SIZES}}
-    return found if hf["rms_norm_eps"] == _LATENT_EPS else {**found, "norm_eps": _LATENT_EPS}
+    return found if _is_usual(hf["rms_norm_eps"]) else {**found, "norm_eps": _LATENT_EPS}
+
+
+def _is_usual(eps: float) -> bool:
+    """Whether it is that of the norms of latent rows; GGUF files have it in single precision."""
+    return bool(np.float32(eps) == np.float32(_LATENT_EPS))
 
 
 def _experts(hf: Json) -> Json:
@@ -65,7 +70,7 @@ def _read_lite(hf: Json) -> Json:
 
 def _write(config: ModelConfig) -> Json:
     latent = config.latent_attention
-    if latent is None or latent.get("norm_eps", config.norm_eps) != _LATENT_EPS:
+    if latent is None or not _is_usual(latent.get("norm_eps", config.norm_eps)):
         raise ValueError("no latent attention, or norms of latent rows of another kind")
     sizes = {key: latent.get(key) for key in ("q_lora_rank", *_SIZES)}
     groups = {"n_group": config.n_expert_groups or 1, "topk_group": config.n_topk_groups or 1}
