@@ -419,6 +419,7 @@ def test_exported_gguf_files_have_the_tensors_of_llama_cpps_converter_and_give_t
     own = {
         key: value for key, value in wanted.fields.items() if key.startswith("deepseek2.") and "vocab_size" not in key
     }
+    own.pop("deepseek2.context_length")  # which YaRN makes longer here
     for key, value in own.items():
         assert found.fields[key] == pytest.approx(value), key
     source = GgufSource(out)
