@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 import on_path  # noqa: F401
 from memory_group import MemoryGroup, memory_group
@@ -58,7 +61,8 @@ def measure(folder: Path, model: Path, n_machines: int, memory: int, share: floa
             machines.append(Machine(hosts.names[i], groups[i], folder / f"{n_machines}-{i}"))
         stack.callback(quotas.close)
         running: list[subprocess.Popen[str]] = []
-        stack.callback(lambda: [(one.kill(), one.wait()) for one in running])
+        stack.callback(lambda: [one.wait(60) for one in running])
+        stack.callback(lambda: [one.send_signal(signal.SIGTERM) for one in running])
         key = folder / f"{n_machines}.key"
         subprocess.run(machines[0].words("key", key), env=machines[0].environment, check=True)
         for i in range(1, n_machines):
@@ -72,10 +76,12 @@ def measure(folder: Path, model: Path, n_machines: int, memory: int, share: floa
         ready_s = time.monotonic() - begin
         ask(machines[0], PROMPT, 2)
         for one in running:
-            quotas.limit(one.pid, share)
+            quotas.limit(one.pid, share, *(child.pid for child in psutil.Process(one.pid).children(recursive=True)))
         found: dict[str, Any] = {"machines": n_machines, "ready_s": ready_s}
         for n_texts in N_TEXTS:
-            found[f"tokens_s_{n_texts}"] = [texts(machines[0], n_texts, N_TOKENS) for _ in range(rounds)]
+            rates = [texts(machines[0], n_texts, N_TOKENS) for _ in range(rounds)]
+            print(f"{n_machines} machines, {n_texts} texts: {rates} tokens/s", flush=True)
+            found[f"tokens_s_{n_texts}"] = rates
         found["peak_bytes"] = [group.peak_bytes() for group in groups]
         found["n_killed"] = sum(group.n_killed() for group in groups)
         return found

@@ -136,6 +136,15 @@ def test_an_answer_grows_before_its_end(page: Any, service: FakeService) -> None
     assert service.asked[0]["stream"] is True
 
 
+def test_pieces_that_came_together_have_no_speed(page: Any, service: FakeService) -> None:
+    for step_ms, is_told in ((0.01, False), (100, True)):
+        page.evaluate(f"() => {{ let now = performance.now(); performance.now = () => (now += {step_ms}); }}")
+        say(page, service, "Hello")
+        service.put("one ", "two ", "three", None)
+        ended(page)
+        assert ("tokens/s" in page.locator(".message.assistant").last.inner_text()) is is_told
+
+
 def test_hostile_output_stays_text(page: Any, service: FakeService) -> None:
     say(page, service, "<img src=x onerror='window.hacked = 9'>")
     service.put(*HOSTILE.splitlines(keepends=True), None)
