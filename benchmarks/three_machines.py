@@ -51,7 +51,7 @@ NO_LIMIT = 1 << 40
 def measure(folder: Path, model: Path, n_machines: int, memory: int, share: float, rounds: int) -> dict[str, Any]:
     """Serve the model on so many machines of so many bytes, and ask; raises SystemExit if they do not become ready."""
     with ExitStack() as stack:
-        hosts = SlowHosts(n_machines, DELAY_S, MBIT)
+        hosts = SlowHosts(max(2, n_machines), DELAY_S, MBIT)
         stack.callback(hosts.close)
         quotas = Quotas()
         groups: list[MemoryGroup] = []

@@ -27,6 +27,11 @@ export class ChatView {
     byId("export").addEventListener("click", () => this.export());
     byId("delete").addEventListener("click", () => this.remove(this.chats.current.id));
     this.drawAll();
+    let wasAtEnd = true;
+    this.messages.addEventListener("scroll", () => { wasAtEnd = this.isAtEnd(); });
+    new ResizeObserver(() => { // a phone that is turned, or a window made narrower, still shows the end
+      if (wasAtEnd) this.messages.scrollTop = this.messages.scrollHeight;
+    }).observe(this.messages);
   }
 
   drawAll() {
