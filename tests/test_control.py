@@ -377,6 +377,7 @@ FIELDS_OF_VERSION[11] = (
 FIELDS_OF_VERSION[12] = tuple(" ".join(sorted([*fields.split(), "mlock"])) for fields in FIELDS_OF_VERSION[11])
 FIELDS_OF_VERSION[13] = tuple(" ".join(sorted([*fields.split(), "keep_prefixes"])) for fields in FIELDS_OF_VERSION[12])
 FIELDS_OF_VERSION[14] = FIELDS_OF_VERSION[13]  # nodes give each other files of kept prefixes
+FIELDS_OF_VERSION[15] = FIELDS_OF_VERSION[14]  # caches are filled behind a frame that was passed on
 
 
 def test_other_fields_are_another_version() -> None:
@@ -519,7 +520,7 @@ def spots(data: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 GOOD = json.loads(json.dumps(REQUEST.to_json()))
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=150)
 @given(changes=st.lists(st.tuples(st.sampled_from(spots(GOOD)), JSON), min_size=1, max_size=3), whole=st.none() | JSON)
 def test_any_json_is_taken_or_refused_with_a_client_error(
     changes: list[tuple[tuple[Any, ...], Any]], whole: Any
