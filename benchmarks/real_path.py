@@ -65,16 +65,16 @@ print(json.dumps({"first_s": first, "whole_s": time.time() - begin, "text": text
 """
 
 
-def write_model(path: Path, n_layer: int) -> int:
-    """A GGUF file of so many layers; its bytes."""
-    config = derive_config({**PUBLISHED[SHAPE], "num_hidden_layers": n_layer}, "qwen-path", path)
-    shapes = model_shapes(config, SHAPE)
-    family = stated_family(PUBLISHED[SHAPE])
+def write_model(path: Path, stated: dict[str, Any], more: dict[str, Any]) -> int:
+    """A GGUF file of what a config.json states, with more fields of its family; its bytes."""
+    config = derive_config(stated, path.stem, path)
+    shapes = model_shapes(config, path.stem)
+    family = stated_family(stated)
     assert family is not None and family.gguf is not None
     places = [piece for name, shape in shapes.items() for piece in family.gguf.names.places(name, shape, config)[0]]
     tensors = {piece.tensor: piece.shape for piece in places}
-    own = {f"{family.gguf.architecture}.{name}": value for name, value in {**fields_of(config), **STATES}.items()}
-    fields = {**own, "general.name": "qwen-path", **tokenizer_fields(TOKENIZER, shapes[EMBEDDING][0])}
+    own = {f"{family.gguf.architecture}.{name}": value for name, value in {**fields_of(config), **more}.items()}
+    fields = {**own, "general.name": path.stem, **tokenizer_fields(TOKENIZER, shapes[EMBEDDING][0])}
     writer = GGUFWriter(path, family.gguf.architecture)
     for key, value in fields.items():
         add_field(writer, key, value)
@@ -234,7 +234,7 @@ def main() -> None:
     print(machine())
     with tempfile.TemporaryDirectory(prefix="real-path-") as name:
         model = Path(name) / "qwen-path.gguf"
-        n_bytes = write_model(model, args.layers)
+        n_bytes = write_model(model, {**PUBLISHED[SHAPE], "num_hidden_layers": args.layers}, STATES)
         print(f"{args.layers} of the 40 layers of {SHAPE}: {n_bytes / 1e9:.1f} GB", flush=True)
         path_of_a_user(Path(name), model, int(args.memory * 1e9), args.tokens)
 

@@ -158,6 +158,18 @@ def tensor_speed_waiting() -> str:
     return tensor_speed("tensor_speed_waiting")
 
 
+def three_machines() -> str:
+    result = load("three_machines")
+    rows = []
+    for case in result["cases"]:
+        one, many = (statistics.median(case[f"tokens_s_{n}"]) for n in (1, 16))
+        peaks = ", ".join(f"{n / 1e9:.1f}" for n in case["peak_bytes"])
+        limit = f"{result['memory']:g} GB" if case["machines"] > 1 else "none"
+        rows.append([str(case["machines"]), limit, f"{one:.2f}", f"{many:.2f}", peaks, f"{case['ready_s']:.0f} s"])
+    head = ["machines", "limit of memory", "one text, tokens/s", "16 texts", "most memory, GB", "ready after"]
+    return measured(result, markdown(head, rows))
+
+
 def window_memory() -> str:
     result = load("window_memory")
     rows = []
@@ -340,6 +352,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tensor-speed-waiting": tensor_speed_waiting,
     "tensor-sums": tensor_sums,
     "window-memory": window_memory,
+    "three-machines": three_machines,
 }
 
 

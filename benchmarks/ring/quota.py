@@ -30,8 +30,8 @@ class Quotas:
         self._period_us = period_us
         self._folders: list[Path] = []
 
-    def limit(self, pid: int, share: float) -> None:
-        """Give a process, with all its threads, at most `share` of one core. Raises QuotaError."""
+    def limit(self, pid: int, share: float, *others: int) -> None:
+        """Give a process, and others with it, with all their threads, at most `share` of one core. Raises QuotaError."""
         parent = _parent()
         folder = parent / f"mdi-bench-{os.getpid()}-{pid}"
         try:
@@ -39,7 +39,8 @@ class Quotas:
             self._folders.append(folder)
             for name, text in settings(share, is_v2=(folder / "cpu.max").exists(), period_us=self._period_us):
                 (folder / name).write_text(text)
-            (folder / "cgroup.procs").write_text(str(pid))
+            for one in (pid, *others):
+                (folder / "cgroup.procs").write_text(str(one))
         except OSError as e:
             raise QuotaError(f"cannot set a CPU quota in {folder}: {e.strerror}; it needs root") from None
 

@@ -18,6 +18,9 @@ complete_of() {
 complete_of mdi prepare-m
 complete_of mdi run --quant
 complete_of mdi plan --placement l
+complete_of mdi run --quantize q
+complete_of mdi run --help
+complete_of mdi serve mod
 """
 
 
@@ -33,5 +36,8 @@ def test_bash_completes_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert launch("completion", ["bash"]) == 0
     path = tmp_path / "try.bash"
     path.write_text(capsys.readouterr().out + TRIED, encoding="utf-8")
-    done = subprocess.run(["bash", path], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines() == ["prepare-model", "--quantize --quantize-head", "latency"]
+    (tmp_path / "model.gguf").touch()
+    done = subprocess.run(["bash", path], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [
+        "prepare-model", "--quantize --quantize-head", "latency", "q4_k q6_k", "--help --help-all", "model.gguf",
+    ]  # fmt: skip

@@ -136,6 +136,31 @@ def test_an_answer_grows_before_its_end(page: Any, service: FakeService) -> None
     assert service.asked[0]["stream"] is True
 
 
+def test_pieces_that_came_together_have_no_speed(page: Any, service: FakeService) -> None:
+    for step_ms, is_told in ((0.01, False), (100, True)):
+        page.evaluate(f"() => {{ let now = performance.now(); performance.now = () => (now += {step_ms}); }}")
+        say(page, service, "Hello")
+        service.put("one ", "two ", "three", None)
+        ended(page)
+        assert ("tokens/s" in page.locator(".message.assistant").last.inner_text()) is is_told
+
+
+def test_a_window_that_gets_narrower_still_shows_the_end(page: Any, service: FakeService) -> None:
+    say(page, service, "Hello")
+    service.put("many words " * 300, None)
+    ended(page)
+    box = "document.querySelector('#messages')"
+    at_end = f"{box}.scrollHeight - {box}.scrollTop - {box}.clientHeight < 2"
+    until(page, at_end)
+    page.set_viewport_size({"width": 400, "height": 500})
+    until(page, at_end)
+    page.evaluate(f"{box}.scrollTop = 0")
+    page.wait_for_timeout(100)
+    page.set_viewport_size({"width": 1200, "height": 800})
+    until(page, f"{box}.clientWidth > 500")
+    assert page.evaluate(f"{box}.scrollTop") == 0, "who reads above is not moved"
+
+
 def test_hostile_output_stays_text(page: Any, service: FakeService) -> None:
     say(page, service, "<img src=x onerror='window.hacked = 9'>")
     service.put(*HOSTILE.splitlines(keepends=True), None)

@@ -1,9 +1,9 @@
 """Chat with a model, on this machine or over a ring of nodes. The chat has a history.
 
 examples:
-  mdi chat --ckpt checkpoints/org/chat-model
-  mdi chat --ckpt checkpoints/org/chat-model --nodes-config nodes.json
-  echo "Who are you?" | mdi chat --ckpt checkpoints/org/chat-model
+  mdi chat Qwen/Qwen3-0.6B
+  mdi chat model.Q4_K_M.gguf --key cluster.key          over the nodes that have the key
+  echo "Who are you?" | mdi chat model.Q4_K_M.gguf
 
 Ctrl-C ends an answer; /help lists the commands.
 """

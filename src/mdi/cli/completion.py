@@ -15,8 +15,12 @@ import importlib
 import sys
 from typing import Any
 
+from mdi.kernels.weight_formats import AUTO, MIXTURES, OWN, PACKED
 from mdi.spec.options import COMMON, Options
 from mdi.spec.parser import Parser
+
+MODELS = ("model", "ckpt")  # also a GGUF file
+FORMATS = (AUTO, OWN, *PACKED, *MIXTURES)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -36,18 +40,25 @@ class _Command(Parser):
 
 
 def _whole_parser() -> argparse.ArgumentParser:
-    """All commands as one parser, whose options say where files and folders are meant."""
+    """All commands as one parser, whose options say where files, folders and formats are meant."""
     import shtab
 
     from mdi.cli import COMMANDS
 
     whole = argparse.ArgumentParser(prog="mdi")
+    whole.add_argument("--version", action="version", version="", help="show program's version number and exit")
     commands = whole.add_subparsers(parser_class=_Command)
-    for name, (module, text) in COMMANDS.items():
+    for name, (module_name, text) in COMMANDS.items():
         parser = commands.add_parser(name, help=text)
-        importlib.import_module(module).add_arguments(parser)
+        module = importlib.import_module(module_name)
+        module.add_arguments(parser)
+        if first := getattr(module, "FIRST", ()):
+            parser.show_first(first)
         for action in parser._actions:
             kind = action.metavar[0] if isinstance(action.metavar, tuple) else action.metavar
-            if kind in ("FILE", "DIR"):
-                setattr(action, "complete", shtab.FILE if kind == "FILE" else shtab.DIRECTORY)  # noqa: B010, as shtab asks
+            if kind in ("FILE", "DIR") or action.dest in MODELS:
+                is_folder = kind == "DIR" and action.dest not in MODELS
+                setattr(action, "complete", shtab.DIRECTORY if is_folder else shtab.FILE)  # noqa: B010, as shtab asks
+            elif kind == "FORMAT":
+                action.choices = FORMATS
     return whole

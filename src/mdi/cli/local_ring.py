@@ -3,10 +3,10 @@
 All other flags are those of the starter; see mdi starter --help.
 
 examples:
-  mdi local-ring --nodes 3 --ckpt checkpoints/org/model --prompt "Who are you?"
-  mdi local-ring --nodes 3 --ckpt checkpoints/org/model --compare
-  mdi local-ring --nodes 2 --devices cuda:0,cuda:1 --ckpt checkpoints/org/model
-  mdi local-ring --nodes 2 --devices cuda:0,cpu --ckpt checkpoints/org/model --layers 20,12
+  mdi local-ring nano-llama --nodes 3 --prompt "Who are you?"
+  mdi local-ring model.Q4_K_M.gguf --nodes 3 --compare
+  mdi local-ring org/name --nodes 2 --devices cuda:0,cuda:1
+  mdi local-ring org/name --nodes 2 --devices cuda:0,cpu --layers 20,12
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Generate text on one device, with the same stage, caches and sampler as a ring.
 
 example:
-  mdi sample --ckpt checkpoints/org/model --prompt "Once upon a time" --n-samples 1 --temperature 0
+  mdi sample model.Q4_K_M.gguf --prompt "Once upon a time" --n-samples 1 --temperature 0
 """
 
 from __future__ import annotations

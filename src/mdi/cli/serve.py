@@ -1,11 +1,11 @@
 """Serve models to programs and people: OpenAI's, Anthropic's and Ollama's APIs over a ring of nodes.
 
 examples:
-  mdi serve --ckpt checkpoints/org/model                                   on this machine alone
-  mdi serve --ckpt checkpoints/org/model --nodes 3                         a ring of three processes here
-  mdi serve --ckpt checkpoints/org/model --machines 3                      on three machines: prints a line for the others
-  mdi serve --ckpt checkpoints/org/model --nodes-config nodes.json --host 0.0.0.0 --api-key-file keys.txt
-      over the nodes of that file, for everybody in the network with a key
+  mdi serve Qwen/Qwen3-0.6B --open              on this machine alone; its page is opened in the browser
+  mdi serve model.Q4_K_M.gguf --nodes 3         a ring of three processes here
+  mdi serve org/name --machines 3               on three machines: prints a line for the others
+  mdi serve org/name --host 0.0.0.0 --api-key SECRET
+      also for phones and other machines in the network, with this key: http://ADDRESS:8000
 
 Programs that use OpenAI's API need http://127.0.0.1:8000/v1 as their base URL, those that use Anthropic's need
 http://127.0.0.1:8000. Without --sequence-length, a text may have up to 8,192 tokens, or as many as the model allows. Ctrl-C or

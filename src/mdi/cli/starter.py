@@ -1,9 +1,9 @@
 """Run a model over a ring of nodes. This is the first node: it cuts the model, configures the secondaries, and generates.
 
 examples:
-  mdi starter --ckpt checkpoints/org/model --nodes-config nodes.json --prompt "Who are you?"
+  mdi starter org/name --nodes-config nodes.json --prompt "Who are you?"
       three samples over the nodes of that file (start mdi secondary on the others)
-  mdi starter --ckpt checkpoints/org/model --n-samples 1 --temperature 0
+  mdi starter model.Q4_K_M.gguf --n-samples 1 --temperature 0
       the same on this machine alone, the most probable text
   mdi starter ... --prompt FILE:questions.txt --n-tokens 500 --json
       one sample per paragraph of a file; the result as one JSON object

@@ -250,15 +250,15 @@ def _differing(run: RunMetrics) -> str:
 
 
 def _node_rows(run: RunMetrics) -> list[list[str]]:
-    rows = [["node", "blocks", "peak mem", "compute", "wait", "send", "frames", "sent/token"]]
+    rows = [["node", "blocks", "peak mem", "compute", "wait", "send", "sent/token"]]
     for node in run.nodes:
         rows.append(
             [
                 clip(node.name, 12),
                 span(*node.layers),
                 size(node.peak_rss_bytes),
-                *(_shared(part_s, run.duration_s) for part_s in (node.compute_s, node.wait_s, node.send_s)),
-                str(node.frames),
+                *(_shared(part_s, run.duration_s) for part_s in (node.compute_s, node.wait_s)),
+                duration(node.send_s),
                 size(node.bytes_sent / run.n_tokens) if run.n_tokens else "-",
             ]
         )

@@ -82,7 +82,7 @@ export class RingPicture {
     const side = nodesSide(middle);
     const computing = svg("text", { class: "small more", x, y: y + 32, "text-anchor": side });
     const name = svg("text", { class: "name", x, y, "text-anchor": side, text: node.name });
-    const lines = this.isSmall ? [name] : [name, svg("text", { class: "small", x, y: y + 16, "text-anchor": side, text: node.is_here ? node.blocks_text : "does not answer" }), computing];
+    const lines = this.isSmall ? [name] : [name, svg("text", { class: "small", x, y: y + 16, "text-anchor": side, text: node.is_here ? node.blocks_text : "no answer" }), computing];
     const labels = svg("g", { class: node.is_here ? "" : "gone", transform: `translate(0 ${labelShift(middle, this.isSmall)})` }, ...lines);
     this.nodes.set(node.name, { group, gauge, computing });
     return [...found, labels];

@@ -10,6 +10,7 @@ import { count, perSecond, time } from "./units.js";
 const NEAR_END = 80; // pixels: who has scrolled up further reads, and is not to be moved
 const LONG_MS = 30; // drawing that takes longer is done less often, so that the page still answers
 const RATE_MS = 4000; // over which the tokens per second of an answer are counted
+const TOGETHER_MS = 50; // pieces that came so close together, from a buffer, say nothing of the speed
 const EXAMPLES = ["Explain in two sentences how a rainbow forms.", "Write a haiku about three small computers.", "List five uses for an old laptop."];
 
 export class ChatView {
@@ -26,6 +27,11 @@ export class ChatView {
     byId("export").addEventListener("click", () => this.export());
     byId("delete").addEventListener("click", () => this.remove(this.chats.current.id));
     this.drawAll();
+    let wasAtEnd = true;
+    this.messages.addEventListener("scroll", () => { wasAtEnd = this.isAtEnd(); });
+    new ResizeObserver(() => { // a phone that is turned, or a window made narrower, still shows the end
+      if (wasAtEnd) this.messages.scrollTop = this.messages.scrollHeight;
+    }).observe(this.messages);
   }
 
   drawAll() {
@@ -318,7 +324,7 @@ function figures(clock, nodes) {
   const known = n ?? n_pieces;
   const about = n === null ? "about " : "";
   const found = [nodes];
-  if (known > 1 && last > first) found.push(`${about}${perSecond((known - 1) / ((last - first) / 1000))} tokens/s`);
+  if (known > 1 && last - first > TOGETHER_MS) found.push(`${about}${perSecond((known - 1) / ((last - first) / 1000))} tokens/s`);
   if (usage?.prompt_tokens) found.push(`${count(usage.prompt_tokens)} tokens read`);
   found.push(`${about}${count(known)} tokens${usage?.prompt_tokens ? " written" : ""}`);
   const { accepted_prediction_tokens: right, rejected_prediction_tokens: wrong } = usage?.completion_tokens_details ?? {};
