@@ -35,6 +35,8 @@ _O200K = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}",
 )
+# As it is, but Chinese is a piece of its own, and slashes behind other signs are signs.
+_KIMI_K2 = (r"\p{Han}+|" + _O200K[0].replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]", r"[\r\n]"),)
 _QWEN2 = (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",)
 _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{_SPACES}",
@@ -61,6 +63,10 @@ _DEEPSEEK_LLM = (
     r"[\r\n]", rf"\s?[{_LETTERS_WITH_CASE}]+", r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"\s+$",
     _EAST_ASIAN, r"\p{N}",
 )  # fmt: skip
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u30ff]+",
+    rf"[!-/:-@\[-`{{-~][A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*{_SPACES}",
+)  # fmt: skip
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")
 
 GPT2 = PreTokenizer(("gpt-2", "default", "phi-2", "olmo", "mpt", "jina-en", "trillion", "exaone4", "a.x-4.0"))
@@ -82,6 +88,8 @@ _KINDS = (
     PreTokenizer(("bloom",), _BLOOM),
     PreTokenizer(("deepseek-llm",), _DEEPSEEK_LLM),
     PreTokenizer(("deepseek-coder",), _DEEPSEEK_CODER),
+    PreTokenizer(("deepseek-v3",), _DEEPSEEK_V3),
+    PreTokenizer(("kimi-k2",), _KIMI_K2),
 )  # fmt: skip
 PRE_TOKENIZERS = {name: kind for kind in _KINDS for name in kind.names}
 
