@@ -118,9 +118,9 @@ def test_published_tokenizers_give_the_ids_of_transformers(name: str, tmp_path: 
         assert tokenizer.encode_rendered(text) == ids
 
 
-@pytest.mark.parametrize(("name", "cut"), [("deepseek_v3", "deepseek-v3"), ("gptoss", "gpt-4o"), ("qwen3", "qwen2")])
+@pytest.mark.parametrize(("name", "cut"), [("deepseek_v3", "deepseek-v3"), ("gptoss", "gpt-4o")])
 def test_the_fields_of_a_gguf_file_give_the_ids_of_transformers(name: str, cut: str, tmp_path: Path) -> None:
-    """As llama.cpp's converter names the way in which the published tokenizer cuts texts."""
+    """Cuts have the names of llama.cpp. (Qwen's tokenizers normalize letters first, for which files have no field.)"""
     folder = published(f"tokenizers/{name}/tokenizer.json").parent
     n_tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(with_added_tokens=True)
     fields = tokenizer_fields(folder, n_tokens)
