@@ -110,8 +110,11 @@ $(REFERENCES)/packed/version.txt: $(REFERENCES)/.installed tests/references/writ
 $(REFERENCES)/tokens/tokens.json: $(REFERENCES)/.installed tests/references/write_tokens.py
 	$(REFERENCES)/bin/python tests/references/write_tokens.py $(REFERENCES)/tokens
 
+$(REFERENCES)/ranks/version.txt: $(REFERENCES)/.installed tests/references/write_ranks.py tests/references/write_tokens.py
+	$(REFERENCES)/bin/python tests/references/write_ranks.py $(REFERENCES)/ranks
+
 references: $(REFERENCES)/models/beams.json $(REFERENCES)/logits/version.txt $(REFERENCES)/delta/version.txt $(REFERENCES)/latent/version.txt $(REFERENCES)/adapters/version.txt $(REFERENCES)/packed/version.txt \
-  $(REFERENCES)/tokens/tokens.json
+  $(REFERENCES)/tokens/tokens.json $(REFERENCES)/ranks/version.txt
 
 $(CLIENTS)/.installed: requirements-clients.txt
 	@$(PYTHON) -m venv $(CLIENTS)

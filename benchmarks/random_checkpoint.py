@@ -36,6 +36,15 @@ SHAPES.update({
 })  # fmt: skip
 # By bigscience's names, whose shapes `mdi plan` knows; litgpt lacks the family.
 BLOOM_SHAPES = ("bloom-tiny", "bloom-560m", "bloom-1b1", "bloom-1b7", "bloom-3b", "bloom-7b1", "bloom-176b")
+# As config.json has them. Three of four blocks have a delta net, as in the published models of the family.
+HF_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen-3.5-small": {
+        "model_type": "qwen3_5_text", "head_dim": 64, "hidden_size": 512, "intermediate_size": 1408, "vocab_size": 1024,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_value_head_dim": 64, "max_position_embeddings": 32768, "num_attention_heads": 8, "num_hidden_layers": 8,
+        "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "rope_theta": 10000000,
+    },
+}  # fmt: skip
 PACKED_ONLY = ("llama-2-7b", "tiny-3m")  # made in packed formats, without plain weights: see random_packed
 DTYPE = "bfloat16"  # of plain weights
 VOCABULARY = 32000
@@ -52,6 +61,10 @@ def config_of(shape: str) -> Any:
         found = published_config({"bloom-176b": "bloom", "bloom-tiny": "bloom-560m"}.get(shape, shape))
         assert found is not None
         return replace(found, name=shape, **(tiny if shape == "bloom-tiny" else {}))
+    if shape in HF_SHAPES:
+        from mdi.checkpoint.hfconfig import derive_config
+
+        return derive_config(HF_SHAPES[shape], shape, Path(shape))
     from litgpt.config import Config
 
     return Config(name=shape, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY,
@@ -106,6 +119,8 @@ def _write_rest(folder: Path, shape: str, config: Any) -> None:
 def _own(config: Any) -> Any:
     from mdi.model.plain import ModelConfig
 
+    if isinstance(config, ModelConfig):
+        return config
     return ModelConfig.from_litgpt(config)
 
 
@@ -146,7 +161,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=[*SHAPES, *BLOOM_SHAPES])
+    parser.add_argument("shape", choices=[*SHAPES, *BLOOM_SHAPES, *HF_SHAPES])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--format", help="make packed chunks in this weight format")
     parser.add_argument("--n-nodes", type=int, default=3, help="nodes that the chunks are for (%(default)s)")

@@ -115,6 +115,14 @@ def test_others_with_one_tensor_of_queries_keys_and_values(model: str) -> None:
     assert {"blk.0.attn_qkv.weight", "blk.0.attn_qkv.bias"} <= tensors and "blk.0.attn_q.weight" not in tensors
 
 
+def test_the_settings_of_deepseek_v3() -> None:
+    """Its epsilon is that of its latent rows, also in single precision."""
+    config = replace(published_config("deepseek-ai/DeepSeek-V3"), n_layer=4)
+    found = written_in_gguf(config, model_shapes(config, "DeepSeek-V3"))
+    names = ("expert_group_count", "expert_group_used_count", "attention.key_length", "leading_dense_block_count")
+    assert [found.fields[f"deepseek2.{name}"] for name in names] == [8, 4, 576, 3]
+
+
 def test_fields_that_are_floats_there_are_written_as_such() -> None:
     """A config may have whole numbers in them."""
     config = ModelConfig.of(listed(asdict(tiny_config())))

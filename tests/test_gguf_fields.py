@@ -195,6 +195,40 @@ def test_refusals(arch: str, values: dict[str, Any], shapes: Shapes, words: str)
         read(arch, values, shapes)
 
 
+LATENT: dict[str, Any] = {
+    **EXPERTS, "attention.key_length": 6, "attention.value_length": 4, "rope.dimension_count": 2, "attention.kv_lora_rank": 4,
+    "expert_shared_count": 1, "expert_weights_norm": True,
+}  # fmt: skip
+
+
+def of_v3(n_experts: int, **values: Any) -> dict[str, Any]:
+    """What a file of the size of one of DeepSeek's models says, with so many experts in its first block."""
+    own: Shapes = {"blk.0.ffn_gate_exps.weight": (n_experts, 7, 12)}
+    return read("deepseek2", {**LATENT, "expert_count": n_experts, **values}, own)
+
+
+def test_a_latent_model_without_a_field_for_groups_has_none_and_v3_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert of_v3(64, expert_gating_func=2)["n_group"] == 1
+    assert of_v3(256, expert_gating_func=2, expert_group_count=8, expert_group_used_count=4)["topk_group"] == 4
+    assert not caplog.records
+    assert of_v3(256, expert_gating_func=2)["n_group"] == 1
+    assert [record.getMessage().split(":")[1] for record in caplog.records] == [
+        " the GGUF file lacks the field deepseek2.expert_group_count"
+    ]
+
+
+def test_a_latent_model_without_a_field_for_its_router_is_as_llama_cpp_takes_it() -> None:
+    """Those of DeepSeek V2 have another router, but for GLM 4.7 Flash, which llama.cpp knows by its size."""
+    with pytest.raises(ValueError, match=r"lacks the field deepseek2.expert_gating_func: its router is DeepSeek V2's"):
+        of_v3(160)
+    n, size = 47, {"token_embd.weight": (154880, 12), "blk.0.ffn_gate_exps.weight": (4, 7, 12)}
+    assert read("deepseek2", {**LATENT, "block_count": n}, size)["n_routed_experts"] == 4
+    with pytest.raises(ValueError, match="expert_gating_func"):
+        read("deepseek2", {**LATENT, "block_count": n - 1}, size)
+
+
 @pytest.mark.parametrize("arch", ["mamba", None, ["llama"], np.zeros(2)])
 def test_an_architecture_that_is_not_here(arch: Any) -> None:
     assert family_in_gguf(Fields({"general.architecture": arch}, {}, NUMBERS.__getitem__)) is None

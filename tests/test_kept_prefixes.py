@@ -24,7 +24,7 @@ from mdi.engine import kept_prefixes
 from mdi.engine.cohort import Beams
 from mdi.engine.kept_prefixes import KeptFiles, Secrets
 from mdi.engine.memory import CacheMemory, NodeCaches
-from mdi.engine.prefix_tasks import FETCH, FIND, KEEP, OWNERS, PrefixTask
+from mdi.engine.prefix_tasks import FETCH, FILL, FIND, KEEP, OWNERS, PrefixTask
 from mdi.engine.scheduler import PromptPace
 from mdi.engine.sequence import SamplingParams
 from mdi.kernels.stage_caches import CacheRun, Piece
@@ -252,7 +252,7 @@ def test_a_ring_takes_the_longest_beginning_that_all_nodes_have(tmp_path: Path) 
             ids = [*before, *prompt(20, 2)]
             assert ask(made, ids).ids == greedy(model_of(LLAMA), ids, 12)
             assert made.engine.n_reused == 64
-            assert [made.tasks.get_nowait().is_done for _ in range(made.tasks.qsize())] == [True, True], "one round"
+            assert [made.tasks.get_nowait().is_done for _ in range(made.tasks.qsize())] == [True] * 3, "one round"
 
 
 @pytest.mark.parametrize("family", [LLAMA, GEMMA])
@@ -263,6 +263,29 @@ def test_a_file_that_was_changed_is_removed_and_its_part_computed(family: str, t
             whole = path.read_bytes()
             path.write_bytes(whole[:100] + bytes([whole[100] ^ 4]) + whole[101:])
         assert check_next_turn(family, 2, folders, before) == 0
+
+
+def test_all_nodes_read_at_the_same_time(tmp_path: Path) -> None:
+    """Each waits with its reading until the others read."""
+    folders, together = folders_of(tmp_path, 3), threading.Barrier(3, timeout=DEADLINE_S)
+
+    def waiting(node: KeptFiles) -> Callable[[PrefixTask, Any], PrefixTask]:
+        answer = node.answer
+
+        def answered(task: PrefixTask, caches: Any) -> PrefixTask:
+            if task.kind == FILL:
+                together.wait()
+            return answer(task, caches)
+
+        return answered
+
+    with kept_text(LLAMA, 3, folders) as before, kept(folders) as files:
+        for node in files:
+            node.answer = waiting(node)  # type: ignore[method-assign]
+        with ring(LLAMA, 3, files) as made:
+            ids = [*before, *prompt(20, 2)]
+            assert ask(made, ids).ids == greedy(model_of(LLAMA), ids, 12)
+            assert made.engine.n_reused == 96
 
 
 @pytest.mark.parametrize("n_nodes", [1, 2])
@@ -421,7 +444,7 @@ class Disk:
 
     def fail(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """From now on some calls of the system fail."""
-        for of, name in ((os, "replace"), (os, "fsync"), (Path, "read_bytes"), (Path, "exists"), (Path, "mkdir")):
+        for of, name in ((os, "replace"), (os, "fsync"), (Path, "open"), (Path, "exists"), (Path, "mkdir")):
             if self.rng.random() < 0.3:
                 real, share = getattr(of, name), self.rng.choice([0.1, 1.0])
 

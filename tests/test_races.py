@@ -607,7 +607,7 @@ def test_a_ring_that_is_lost_does_not_wait_until_another_model_is_loaded(monkeyp
     monkeypatch.setattr(mdi.serve.host, "Run", Opening)
     host = host_of(StuckLines())
     loaded: Any = SimpleNamespace(
-        name="lost", run=SimpleNamespace(raise_failure=fail, close=lambda error: None),
+        name="lost", run=SimpleNamespace(raise_failure=fail, close=lambda error: None, neighbour=None),
         outlet=SimpleNamespace(close=lambda: None),
     )  # fmt: skip
     host.loaded["lost"] = loaded

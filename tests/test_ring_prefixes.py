@@ -16,8 +16,8 @@ from loopback import DEADLINE_S
 from mdi.engine import kept_prefixes
 from mdi.engine.kept_prefixes import KeptFiles, Secrets
 from mdi.engine.memory import CacheMemory, Kept, NodeCaches, Prefixes
-from mdi.engine.prefix_tasks import FETCH, FILL, FIND, KEEP, PrefixTask, RingPrefixes
-from mdi.engine.scheduler import PromptPace, Scheduler
+from mdi.engine.prefix_tasks import FETCH, FILL, FILLED, FIND, KEEP, PrefixTask, RingPrefixes
+from mdi.engine.scheduler import FETCH_ROUNDS, PromptPace, Scheduler
 from mdi.engine.sequence import Plan, PlannedSlice, SamplingParams, Sequence
 from mdi.errors import EngineError, WireError
 from mdi.model.caches import PAGE, PageClass
@@ -271,7 +271,8 @@ def test_nodes_say_how_fast_they_read_as_they_have_seen(tmp_path: Path, monkeypa
         assert files.answer(find, caches).row_read_s == 0.25, "so few bytes say nothing"
         monkeypatch.setattr(kept_prefixes, "MEASURED_BYTES", 1)
         assert files.answer(replace(keep, kind=FILL), caches).is_done
-        assert 0.25 < files.answer(find, caches).row_read_s < 0.25 + DEADLINE_S
+        assert 0 < files.answer(replace(find, row_read_s=0.0), caches).row_read_s < DEADLINE_S
+        assert files.answer(replace(find, row_read_s=DEADLINE_S), caches).row_read_s == DEADLINE_S, "the slowest counts"
         assert files.answer(replace(find, keys="ab" * 16), caches).row_read_s == 0.25, "there is nothing to read"
         monkeypatch.setattr(kept_prefixes, "RATE_S", -1.0)
         assert files.answer(find, caches).row_read_s == 0.25, "that was long ago"
@@ -367,7 +368,15 @@ def test_files_come_in_the_order_of_their_positions() -> None:
     ring.submit(1, 5, 3)
     while not ring.scheduler.n_reused:
         ring.step()
-    assert ring.seen == [(FIND, 0), *[(FETCH, 2)] * 2, *[(FETCH, 4)] * 2, *[(FETCH, 5)] * 2, (FIND, 0), (FILL, 5)]
+    assert ring.seen == [
+        (FIND, 0),
+        *[(FETCH, 2)] * 2,
+        *[(FETCH, 4)] * 2,
+        *[(FETCH, 5)] * 2,
+        (FIND, 0),
+        (FILL, 5),
+        (FILLED, 5),
+    ]
 
 
 @pytest.mark.parametrize(("row_s", "n_runs"), [(None, 3), (0.051, 3), (0.049, 1)])
@@ -381,6 +390,15 @@ def test_files_that_come_slower_than_rows_are_computed_are_left(row_s: float | N
         ring.step()
     stops = [stop for kind, stop in ring.seen if kind == FETCH]
     assert stops == [2, 4, 6][:n_runs] and ring.scheduler.n_reused == PAGE * stops[-1]
+
+
+def test_a_text_of_many_runs_gets_all_of_its_files() -> None:
+    ring = Fetched(n_rounds=FETCH_ROUNDS // 2)
+    ring.submit(1, 8, 3)
+    while not ring.scheduler.n_reused:
+        ring.step()
+    assert ring.scheduler.n_reused == 8 * PAGE
+    assert [kind for kind, _ in ring.seen].count(FETCH) == 2 * FETCH_ROUNDS
 
 
 def test_nothing_is_filled_for_a_text_that_has_gone() -> None:
@@ -398,6 +416,19 @@ def test_nothing_is_filled_for_a_text_that_has_gone() -> None:
 
 
 # In memory
+
+
+def test_who_has_many_conversations_takes_nobody_his_last_one() -> None:
+    prefixes = Prefixes(CacheMemory((NodeCaches("starter", 10, (PageClass(None, 1),)),)), 1.0)
+
+    def add(seq_id: int, owner: str) -> list[int]:
+        return prefixes.add(Kept(seq_id, owner, tuple(range(seq_id * 1000, seq_id * 1000 + PAGE)), (2,)))
+
+    assert not add(1, "/a") and not add(2, "/a") and not add(3, "/b")
+    gone = [seq_id for n in range(4, 12) for seq_id in add(n, "/c")]
+    assert gone == [1, 4, 5, 6, 7, 8], "the older ones of each"
+    assert prefixes.drop_oldest() == 9 and prefixes.drop_oldest() == 10
+    assert [prefixes.drop_oldest() for _ in range(3)] == [2, 3, 11], "each has one"
 
 
 def test_what_a_waiting_text_begins_with_is_dropped_last() -> None:

@@ -38,6 +38,8 @@ def export(ckpt: Path, out: Path, fmt: str) -> None:
     # Each tensor waits in a file, not in memory, until the header is known.
     writer = gguf.GGUFWriter(unfinished, "llama", use_temp_file=True)
     try:
+        if (tokenizer := ckpt / "tokenizer.json").is_file():  # for who reads the file as a model of its own
+            writer.add_string("tokenizer.huggingface.json", tokenizer.read_text(encoding="utf-8"))
         _write_header(writer, config, getattr(gguf.LlamaFileType, _FILE_TYPES[fmt]))
         for name, tensor in gguf_tensors(weights, config).items():
             # Norms are a few numbers, and llama.cpp wants them in full.

@@ -30,12 +30,13 @@ FORMS = list(BLOCK_TYPES)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_numbers_by_chance_are_finite(form: str) -> None:
+def test_numbers_by_chance_are_finite_and_have_a_mean_of_zero(form: str) -> None:
     rows = drawn_rows(form, 16, 300, np.random.default_rng(0))
     matrix = empty(form, 16, -(-300 // BLOCK_TYPES[form].inputs) * BLOCK_TYPES[form].inputs)
     pack_blocks(matrix, lambda at: rows[at])
     found = unpack(matrix)
     assert np.isfinite(found).all() and 0 < np.abs(found).max() < 2
+    assert abs(found.mean()) < 0.15 * found.std()
 
 
 needs_kernels = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")

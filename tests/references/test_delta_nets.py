@@ -23,9 +23,13 @@ from safetensors.torch import load_file, save_file
 
 from made_up_rings import MAX_LENGTH, N_TOKENS, Ring, Source, prompt
 from mdi.checkpoint.convert import convert
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.export import export_hf
+from mdi.checkpoint.gguf import read_gguf
+from mdi.checkpoint.gguf_export import export_gguf
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.hffolder import HfFolder
+from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import shapes_of
 from mdi.checkpoint.source import open_source
@@ -537,6 +541,23 @@ def test_gguf_files_give_the_same_logits(name: str, is_fused: bool, tmp_path: Pa
     assert np.abs(logits_of(stages_of(source, [0, 5], len(ids)), ids) - expected).max() < TOLERANCE
     with pytest.raises(CheckpointError, match="no such settings"):
         export_hf(source, tmp_path, tmp_path / "out")
+
+
+def test_exported_gguf_files_give_the_same_logits(tmp_path: Path) -> None:
+    """Of Qwen3-Next; those of Qwen 3.5 have heads of values in another order where each key has several."""
+    folder, ids, expected = folder_of("qwen3_next", tmp_path)
+    export_gguf(PackedSource(open_source(folder), Packing("float32", "float32")), folder, out := tmp_path / "out.gguf")
+    source = GgufSource(out)
+    logits = logits_of(stages_of(source, [0, source.config.n_layer], len(ids)), ids)
+    assert np.abs(logits - expected).max() < TOLERANCE
+    fields, tensors = read_gguf(out).fields, read_gguf(out).tensors
+    assert (
+        fields["qwen3next.full_attention_interval"] == 4 and list(fields["qwen3next.rope.dimension_sections"])[3] == 0
+    )
+    assert len(tensors["blk.0.ssm_conv1d.weight"].shape) == 2
+    folder, *_ = folder_of("qwen3_5", tmp_path)
+    with pytest.raises(CheckpointError, match="a GGUF file has no such settings"):
+        export_gguf(PackedSource(open_source(folder), Packing("float32", "float32")), folder, tmp_path / "other.gguf")
 
 
 def test_a_plan_counts_what_states_take_and_what_each_token_reads_and_writes() -> None:

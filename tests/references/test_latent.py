@@ -22,13 +22,13 @@ from mdi.checkpoint.chunks import ChunkFile, write_chunks
 from mdi.checkpoint.convert import convert
 from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.export import export_hf
+from mdi.checkpoint.gguf import read_gguf
+from mdi.checkpoint.gguf_export import export_gguf
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
-from mdi.checkpoint.shapes import shapes_of
 from mdi.checkpoint.source import open_source
 from mdi.errors import CheckpointError
-from mdi.families.registry import written_in_gguf
 from mdi.kernels import library
 from mdi.kernels.blocks import why_not_in_kernels
 from mdi.model.plain import ModelConfig, spec_of
@@ -405,9 +405,33 @@ def test_gguf_files_give_the_same_logits(name: str, is_old: bool, tmp_path: Path
     assert np.array_equal(
         source.array("transformer.h.1.attn.kv_b_proj.weight"), source.rows("transformer.h.1.attn.kv_b_proj.weight")[:]
     )
-    shapes = shapes_of(source.config)
-    with pytest.raises(CheckpointError, match="a GGUF file has no such settings"):
-        written_in_gguf(source.config, shapes)
+
+
+@pytest.mark.parametrize("name", ["glm4-moe-lite", "kimi-k2", "moonlight"])
+def test_exported_gguf_files_have_the_tensors_of_llama_cpps_converter_and_give_the_same_logits(
+    name: str, tmp_path: Path
+) -> None:
+    folder, ids, expected = folder_of(name, tmp_path)
+    export_gguf(PackedSource(open_source(folder), Packing("float32", "float32")), folder, out := tmp_path / "out.gguf")
+    found, wanted = (read_gguf(path) for path in (out, write_gguf(folder, tmp_path / "model.gguf")))
+    shapes = [{name: tensor.shape for name, tensor in one.tensors.items()} for one in (found, wanted)]
+    assert shapes[0] == shapes[1]
+    own = {
+        key: value for key, value in wanted.fields.items() if key.startswith("deepseek2.") and "vocab_size" not in key
+    }
+    own.pop("deepseek2.context_length")  # which YaRN makes longer here
+    for key, value in own.items():
+        assert found.fields[key] == pytest.approx(value), key
+    source = GgufSource(out)
+    logits = logits_of(stages_of(source, [0, source.config.n_layer], len(ids)), ids)
+    assert np.abs(logits - expected).max() < TOLERANCE
+
+
+def test_cosines_with_a_factor_are_not_exported(tmp_path: Path) -> None:
+    """llama.cpp knows a factor of the softmax only: here it is another one than that of cosines and sines."""
+    folder, *_ = folder_of("deepseek-v3", tmp_path)
+    with pytest.raises(CheckpointError, match="a GGUF file has no such settings .*rope_adjustments"):
+        export_gguf(PackedSource(open_source(folder), Packing("float32", "float32")), folder, tmp_path / "out.gguf")
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,16 @@ class PackedSource(DerivedSource):
         return self._source.read_bytes(self._owner[name])
 
 
+def own_bits(source: WeightSource) -> PackedSource | None:
+    """A file that mixes formats, in these formats; None of any other source.
+
+    A block of numbers in the kernels' order has all bits that it has in the file, and no others. So parts have the same hash if
+    the bytes of their tensors are the same, whatever else differs in two files.
+    """
+    form = source.own_formats
+    return None if form is None else PackedSource(source, Packing(form, form).tied(source.tied_type))
+
+
 def packed_form(source: WeightSource, packing: Packing) -> str:
     """Name of the packed form of a source's parts, under which their hashes are kept."""
     form = f"{source.dtype}-{packing.blocks}-{packing.head}-{LAYOUT_VERSION}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mdi.cancel import Cancel
-from mdi.checkpoint.folder import CHAT_TEMPLATE, POOLING_FILES, is_hf_dir, is_lit_dir, is_repo_id, weight_files
+from mdi.checkpoint.folder import CHAT_TEMPLATE, POOLING_FILES, RANKS, is_hf_dir, is_lit_dir, is_repo_id, weight_files
 from mdi.checkpoint.hub_files import fetch, has_file, look_up
 from mdi.errors import Code, DownloadError
 from mdi.files import replacing
@@ -20,7 +20,7 @@ MARKER = ".mdi_download.json"
 
 _SMALL = (
     "config.json", "generation_config.json", "model_config.yaml", "prompt_style.yaml", "special_tokens_map.json",
-    CHAT_TEMPLATE,
+    CHAT_TEMPLATE, RANKS,
 )  # fmt: skip
 _FULL = "free some space (`mdi list`, `mdi rm`), or choose another disk with --store"
 _USUAL = ("Q4_K_M", "Q4_0", "Q5_K_M", "Q8_0")  # of several GGUF files: small, with little loss

@@ -16,12 +16,14 @@ PREDICTING_FILE = "lit_mtp.safetensors"  # beside them: blocks that predict furt
 CONFIG_FILE = "model_config.yaml"
 CHUNKS = "chunks"
 CHAT_TEMPLATE = "chat_template.jinja"
+RANKS = "tiktoken.model"  # byte strings and their ranks (`mdi.checkpoint.token_ranks`)
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-    CHAT_TEMPLATE,
+    "tokenizer.json", "tokenizer.model", RANKS, "tokenizer_config.json", "special_tokens_map.json",
+    "generation_config.json", CHAT_TEMPLATE,
 )  # fmt: skip
 POOLING_FILES = ("modules.json", "1_Pooling/config.json")  # of models that embed texts (`mdi.checkpoint.pooling`)
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # a model needs one of them
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", RANKS)  # a model needs one of them
+MADE_TOKENIZERS = "tokenizers"  # in the cache folder: what was made of ranks
 GGUF_NOTE = "gguf.json"  # has the path of the folder's GGUF file
 PARTS_FILE = "parts.json"  # hashes of the weights beside it (`mdi.checkpoint.records`)
 GGUF_FOLDERS = "gguf"  # of a store: has the folders of GGUF files that lie elsewhere

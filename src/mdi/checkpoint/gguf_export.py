@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mdi.checkpoint.derived import PackedSource
+from mdi.checkpoint.folder import RANKS
 from mdi.checkpoint.gguftokenizer import tokenizer_fields
 from mdi.checkpoint.hfconfig import read_hf_config
 from mdi.checkpoint.packing import PartWeights, plain
 from mdi.checkpoint.shapes import model_shapes
+from mdi.checkpoint.token_ranks import made_of_ranks
 from mdi.errors import CheckpointError, UsageError
 from mdi.families.names import Piece
 from mdi.families.registry import stated_family, written_in_gguf
@@ -43,12 +45,19 @@ class _Rows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor, or of the matrix of one expert."""
+        """Of the tensor, or of the matrix of one expert or head."""
         return self.piece.shape if self.piece.expert is None else self.piece.shape[1:]
+
+    @property
+    def stop(self) -> int:
+        """One behind the last of the rows."""
+        return self.first + (self.shape[1] if self.piece.is_transposed else len(self.places))
 
     @property
     def places(self) -> np.ndarray:
         """In that."""
+        if self.piece.row_numbers is not None:
+            return self.piece.row_numbers
         found = np.arange(self.shape[0])
         if self.piece.rows is not None:
             found = found[slice(*self.piece.rows)]
@@ -83,10 +92,12 @@ def export_gguf(
     model = written_in_gguf(config, shapes, stated_family(read_hf_config(stated)) if stated.is_file() else None)
     held = _held(model.pieces, source)
     kinds = {name: _type_of(source, rows, shapes, name) for name, rows in held.items()}
+    is_of_ranks = not (directory / "tokenizer.json").is_file() and (directory / RANKS).is_file()
+    made = made_of_ranks(directory) if is_of_ranks else None
     fields = {
         **model.fields,
         "general.name": config.name or path.stem,
-        **tokenizer_fields(directory, shapes[EMBEDDING][0]),
+        **tokenizer_fields(directory, shapes[EMBEDDING][0], made),
     }
     writer = GGUFWriter(None, str(fields.pop("general.architecture")))
     writer.add_quantization_version(2)
@@ -111,11 +122,11 @@ def _held(pieces: dict[str, tuple[Piece, ...]], source: PackedSource) -> dict[st
     for name, some in pieces.items():
         first = 0
         for piece in some if not (is_tied and name == HEAD) else ():
-            if piece.is_interleaved or piece.is_transposed:
+            if piece.is_interleaved or (piece.is_transposed and piece.expert is None):
                 raise CheckpointError(f"{name} lies otherwise in GGUF files, which is not written")
             rows = _Rows(HEAD if source.packing.leaves_out(name) else name, first, piece)
             found.setdefault(piece.tensor, []).append(rows)
-            first += len(rows.places)
+            first = rows.stop
     return found
 
 
@@ -131,7 +142,7 @@ def _type_of(source: PackedSource, held: list[_Rows], shapes: dict[str, tuple[in
             found.add(_STORED.get(dtype, "int8"))
             continue
         of = matrix_pieces(form, shape[0])
-        found |= {of[i].word for i, _ in runs_of_rows(form, shape[0], [(rows.first, rows.first + len(rows.places))])}
+        found |= {of[i].word for i, _ in runs_of_rows(form, shape[0], [(rows.first, rows.stop)])}
     if len(found) > 1:
         raise CheckpointError(f"{tensor} would be in {' and '.join(sorted(found))}, but has one type in a GGUF file")
     (form,) = found
@@ -152,7 +163,7 @@ def _write(
     for name, rows in held.items():
         per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kinds[name]]]
         *outer, n_in = rows[0].piece.shape
-        stored[name] = (*outer, n_in // per_block * block_bytes)
+        stored[name] = (*(n for n in outer if n > 1), n_in // per_block * block_bytes)
         kind = GGMLQuantizationType[kinds[name]]
         writer.add_tensor_info(name, stored[name], np.dtype(np.uint8), math.prod(stored[name]), kind)
     for name, array in more.items():
@@ -165,11 +176,12 @@ def _write(
         done, total = 0, sum(map(math.prod, stored.values()))
         for name, rows in held.items():
             whole = np.zeros(stored[name], dtype=np.uint8)
-            by_row = whole if whole.ndim > 1 else whole.reshape(*rows[0].piece.shape, -1)
             for one in rows:
                 if latest[0] != one.name:
                     latest = one.name, source.tensor_weights(one.name)
-                into = by_row if one.piece.expert is None else by_row[one.piece.expert]
+                number = one.piece.expert
+                by_row = whole.reshape(*one.piece.shape[: 1 if number is None else 2], -1)
+                into = by_row if number is None else by_row[number]
                 into[one.places] = _bytes_of(latest[1], one, kinds[name])
             writer.write_tensor_data(whole)
             source.source.release()
@@ -184,7 +196,7 @@ def _write(
 
 def _bytes_of(weights: PartWeights, rows: _Rows, kind: str) -> np.ndarray:
     """uint8 (rows, bytes of a row)"""
-    at = slice(rows.first, rows.first + len(rows.places))
+    at = slice(rows.first, rows.stop)
     weight = weights[rows.name]
     if isinstance(weight, Matrix) and kind not in _STORED:
         found, first = [], 0
@@ -195,6 +207,10 @@ def _bytes_of(weights: PartWeights, rows: _Rows, kind: str) -> np.ndarray:
             first += piece.n_out
         return np.concatenate(found)
     numbers = plain({rows.name: weight})[rows.name][at] + np.float32(rows.piece.plus)
+    if rows.piece.is_neg_exp:
+        numbers = -np.exp(numbers)
+    if rows.piece.is_transposed:
+        numbers = np.ascontiguousarray(numbers.T)
     made: dict[str, Callable[[], np.ndarray]] = {
         "F32": lambda: numbers, "F16": lambda: numbers.astype(np.float16), "BF16": lambda: bf16_from_float32(numbers)
     }  # fmt: skip

@@ -270,7 +270,7 @@ def _derived(header: GgufHeader) -> tuple[ModelConfig, Names]:
     return derive_config(hf, re.sub(r"[^\w.+-]+", "-", name)[:100], header.path), of.names
 
 
-WRITER = 4  # raised when config or tokenizer of a file are read otherwise than before
+WRITER = 5  # raised when config or tokenizer of a file are read otherwise than before
 
 
 def gguf_directory(path: Path, folder: Path, directory: Path | None = None) -> Path:

@@ -25,7 +25,7 @@ logger = logging.getLogger("mdi")
 # latter, which are merged in the order of a list.
 _MERGES_BYTES = {"gpt2": True, "llama": False, "gemma4": False}
 _LISTED = {"gemma4": True}
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"  # what sentencepiece writes for a space
 _MAX_PIECE = 256  # characters; a longer one is not a word, and splitting it would take long
 # Tokens that end a turn where the template has them, which older files do not say.
@@ -42,7 +42,7 @@ def write_tokenizer(fields: dict[str, Any], directory: Path, where: Path) -> Non
         CheckpointError: there is none, or one that cannot be rebuilt, or the disk refuses.
     """
     try:
-        tokenizer = _tokenizer(fields)
+        tokenizer = made_tokenizer(fields)
         settings, ends = _settings(fields), _ends(fields)
     except Exception as e:  # the tokenizers library raises bare Exception for merges that do not fit the vocabulary
         raise CheckpointError(f"{where}: its tokenizer cannot be used: {' '.join(str(e).split())[:200]}") from None
@@ -55,7 +55,8 @@ def write_tokenizer(fields: dict[str, Any], directory: Path, where: Path) -> Non
             file.write(text.encode())
 
 
-def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
+def made_tokenizer(fields: dict[str, Any]) -> Tokenizer:
+    """Of a file's metadata. Raises ValueError, and the library's bare Exception."""
     whole = fields.get("tokenizer.huggingface.json")
     if isinstance(whole, str):
         return Tokenizer.from_str(whole)
@@ -66,7 +67,7 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
         raise ValueError(f"its type is {shown(kind)}, only {' and '.join(map(repr, _MERGES_BYTES))} are supported")
     if len(set(tokens)) != len(tokens):
         raise ValueError("it has a token twice")
-    types = [int(n) for n in fields.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))]
+    types = [int(n) for n in fields.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))]
     if len(types) != len(tokens):
         raise ValueError(f"it has {len(tokens)} tokens, and types of {len(types)}")
     made = _byte_level(fields, tokens) if merges_bytes else _sentencepiece(fields, tokens, types)
@@ -76,8 +77,8 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
         is_stripped = strips and token not in NOT_STRIPPED
         return AddedToken(token, special=is_special, normalized=False, rstrip=is_stripped)
 
-    made.add_special_tokens([added(t, True) for t, n in zip(tokens, types, strict=True) if n in (_CONTROL, _UNKNOWN)])
-    own = [t for t, n in zip(tokens, types, strict=True) if n == _USER_DEFINED]
+    made.add_special_tokens([added(t, True) for t, n in zip(tokens, types, strict=True) if n in (CONTROL, UNKNOWN)])
+    own = [t for t, n in zip(tokens, types, strict=True) if n == USER_DEFINED]
     spaced = [t if merges_bytes else t.replace(_SPACE, " ") for t in own]
     made.add_tokens([added(t, False) for t, s in zip(own, spaced, strict=True) if t == s])
     return made
@@ -127,7 +128,7 @@ def _sentencepiece(fields: dict[str, Any], tokens: list[str], types: list[int]) 
     """Pieces in which blanks are visible, and bytes for what the vocabulary lacks."""
     ids, is_listed = {token: i for i, token in enumerate(tokens)}, _is_listed(fields)
     pairs = _listed_merges(fields) if is_listed else _merges_by_score(fields, tokens, types, ids)
-    unknown = next((t for t, n in zip(tokens, types, strict=True) if n == _UNKNOWN), None)
+    unknown = next((t for t, n in zip(tokens, types, strict=True) if n == UNKNOWN), None)
     made = Tokenizer(BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback="<0x00>" in ids))
     has_prefix = not is_listed and bool(fields.get("tokenizer.ggml.add_space_prefix", True))
     normal: list[Any] = [normalizers.Prepend(_SPACE)] if has_prefix else []
@@ -144,7 +145,7 @@ def _merges_by_score(
     scores = [float(score) for score in fields["tokenizer.ggml.scores"]]
     if len(scores) != len(tokens):
         raise ValueError(f"it has {len(tokens)} tokens, and scores of {len(scores)}")
-    usable = {t for t, n in zip(tokens, types, strict=True) if n in (_NORMAL, _USER_DEFINED) and len(t) <= _MAX_PIECE}
+    usable = {t for t, n in zip(tokens, types, strict=True) if n in (NORMAL, USER_DEFINED) and len(t) <= _MAX_PIECE}
     merges = []
     for token in usable:
         for at in range(1, len(token)):
@@ -199,16 +200,17 @@ _PROBE = (
 )
 
 
-def tokenizer_fields(directory: Path, n_tokens: int) -> dict[str, Any]:
+def tokenizer_fields(directory: Path, n_tokens: int, made: Path | None = None) -> dict[str, Any]:
     """The fields of a GGUF file for the tokenizer of a folder: the reverse of `write_tokenizer`.
 
     Args:
         n_tokens: rows of the embedding; what the tokenizer lacks of them is filled up.
+        made: the folder's tokenizer.json, if it lies elsewhere.
 
     Raises:
         CheckpointError: there is no tokenizer.json, or one that GGUF files have no fields for.
     """
-    path = directory / "tokenizer.json"
+    path = made or directory / "tokenizer.json"
     try:
         whole, settings = json.loads(path.read_bytes()), _read_json(directory / "tokenizer_config.json")
         ends = _read_json(directory / "generation_config.json").get("eos_token_id")
@@ -227,13 +229,13 @@ def tokenizer_fields(directory: Path, n_tokens: int) -> dict[str, Any]:
         )
     tokens = [f"[PAD{i}]" for i in range(n_tokens)]
     types = [_UNUSED] * n_tokens
-    kinds = {entry["content"]: _CONTROL if entry["special"] else _USER_DEFINED for entry in added}
+    kinds = {entry["content"]: CONTROL if entry["special"] else USER_DEFINED for entry in added}
     merges_bytes = not model.get("byte_fallback")
     for token, number in vocabulary.items():
         is_byte = not merges_bytes and len(token) == 6 and token.startswith("<0x")
         is_unknown = not merges_bytes and token == model.get("unk_token")
         tokens[number] = token
-        types[number] = _UNKNOWN if is_unknown else kinds.get(token, _BYTE if is_byte else _NORMAL)
+        types[number] = UNKNOWN if is_unknown else kinds.get(token, _BYTE if is_byte else NORMAL)
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", [])]
     fields: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     if merges_bytes:
@@ -247,7 +249,7 @@ def tokenizer_fields(directory: Path, n_tokens: int) -> dict[str, Any]:
         has_prefix = "Prepend" in json.dumps(whole.get("normalizer"))
         fields |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores}
         fields["tokenizer.ggml.add_space_prefix"] = has_prefix
-    again = _tokenizer(fields)
+    again = made_tokenizer(fields)
     if again.encode(_PROBE, add_special_tokens=False).ids != original.encode(_PROBE, add_special_tokens=False).ids:
         raise CheckpointError(f"{path}: a GGUF file would split texts in another way")
     numbers = [ends] if isinstance(ends, int) else list(ends or [])

@@ -7,7 +7,7 @@ examples:
       remove the weights that only this model has used
   mdi cache rm kernels
       remove a kind: weights (received and packed), received, packed, kernels, runs, hashes, settings, profiles, records,
-      window, prefixes (of texts, that nodes have kept), leftovers
+      window, prefixes (of texts, that nodes have kept), tokenizers, leftovers
   mdi cache rm --unused
       remove the weights of models that are gone, and the kernels of other versions
   mdi cache --limit 20GB

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import psutil
 
-from mdi.engine.prefix_tasks import FETCH, FETCH_BYTES, FILL, FIND, KEEP, NAME, PrefixTask
+from mdi.engine.prefix_tasks import FETCH, FETCH_BYTES, FILL, FILLED, FIND, KEEP, NAME, PrefixTask
 from mdi.errors import EngineError, MdiError
 from mdi.files import replacing
 from mdi.kernels.stage_caches import CacheRun, Piece
@@ -146,6 +146,19 @@ class _UnreadableError(EngineError):
     """A file that is not what it should be; it is removed."""
 
 
+class _Room:
+    """Memory for one file at a time, sealed and opened: to take it anew for each costs more than to decipher."""
+
+    def __init__(self) -> None:
+        self._memory = [bytearray(), bytearray()]
+
+    def of(self, is_opened: bool, n_bytes: int) -> memoryview:
+        """What was there is gone."""
+        if len(self._memory[is_opened]) < n_bytes:
+            self._memory[is_opened] = bytearray(n_bytes)
+        return memoryview(self._memory[is_opened])[:n_bytes]
+
+
 class KeptFiles:
     """The files of one node, which may share the folder with other nodes and runs.
 
@@ -167,6 +180,7 @@ class KeptFiles:
         self._free = free or (lambda: shutil.disk_usage(folder).free)
         self._bytes_per_s = bytes_per_s
         self._n_read = 0  # bytes so far
+        self._failed: set[int] = set()  # sequences that could not be filled, until somebody asks (FILLED)
         self._wanted: set[str] = set()  # names of files that lacked here in the last round of FETCH
         self._rate: tuple[float, float] | None = None  # bytes per second of the last large reading, and when that was
         self._queue: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
@@ -186,11 +200,18 @@ class KeptFiles:
             if task.kind == FIND:
                 found = replace(task, ends=f"{task.possible & self.ends(task, caches):x}")
                 some = f"{int(task.some, 16) | self._some(task, caches):x}"
-                return replace(found, some=some, row_read_s=found.row_read_s + self._row_read_s(found, caches))
+                return replace(found, some=some, row_read_s=max(found.row_read_s, self._row_read_s(found, caches)))
             if task.kind == FETCH:
                 return self._fetched(task, caches)
             if task.kind == FILL:
-                return replace(task, is_done=task.is_done and self._fill(task, caches))
+                self._failed.add(task.seq_id)  # if the disk fails, too
+                if is_filled := self._fill(task, caches):
+                    self._failed.discard(task.seq_id)
+                return replace(task, is_done=task.is_done and is_filled)
+            if task.kind == FILLED:
+                is_filled = task.seq_id not in self._failed
+                self._failed.discard(task.seq_id)
+                return replace(task, is_done=task.is_done and is_filled)
             if task.kind == KEEP:
                 return replace(task, is_done=self._keep(task, caches) and task.is_done)
             self._remove_others(task)
@@ -245,7 +266,7 @@ class KeptFiles:
         try:
             for name in missing & files.keys():
                 data = files.pop(name)
-                self._opened(name, data)
+                self._opened(name, memoryview(data), _Room())
                 self._write(folder / name, data)
                 missing.discard(name)
                 wanted.discard(name)
@@ -276,8 +297,10 @@ class KeptFiles:
         if not blocks:
             return True
         begin, n_before = time.monotonic(), self._n_read
+        pieces = _FromFiles(self, task, caches)
+        pieces.announce()
         try:
-            caches.fill(task.seq_id, CacheRun(0, task.stop, caches.cache_type, _FromFiles(self, task, caches)))
+            caches.fill(task.seq_id, CacheRun(0, task.stop, caches.cache_type, pieces))
         except EngineError as e:
             logger.info("a kept prefix cannot be used: %s", e)
             return False
@@ -343,14 +366,17 @@ class KeptFiles:
                 self._thread.start()
         self._queue.put(one)
 
-    def read(self, path: Path, cache_type: str) -> Piece:
-        """What a file has. Raises EngineError; the file is removed if it is not what it should be."""
+    def read(self, path: Path, cache_type: str, room: _Room | None = None) -> Piece:
+        """What a file has, in memory of `room`. Raises EngineError; the file is removed if it is not what it should be."""
+        room = room or _Room()
         try:
-            data = path.read_bytes()
+            with path.open("rb", buffering=0) as file:
+                data = room.of(False, os.fstat(file.fileno()).st_size)
+                data = data[: file.readinto(data)]
         except OSError as e:
             raise EngineError(f"{path.name}: {e.strerror or e}") from None
         try:
-            piece = _unpacked(self._opened(path.name, data), cache_type)
+            piece = _unpacked(self._opened(path.name, data, room), cache_type)
         except _UnreadableError as e:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -449,7 +475,7 @@ class KeptFiles:
         head = _HEAD.pack(_MAGIC, _VERSION, cipher, _key_id(secret), nonce)
         return head + cipher_named(cipher, secret).encrypt(nonce, data, name.encode())
 
-    def _opened(self, name: str, data: bytes) -> bytearray:
+    def _opened(self, name: str, data: memoryview, room: _Room) -> memoryview:
         from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
 
         if len(data) < _HEAD.size:
@@ -459,11 +485,9 @@ class KeptFiles:
             raise _UnreadableError("it is of another version, or no file of ours")
         for secret in self.secrets.all():
             if _key_id(secret) == key_id:
-                opened = bytearray(max(0, len(data) - _HEAD.size - TAG_BYTES))
+                opened = room.of(True, max(0, len(data) - _HEAD.size - TAG_BYTES))
                 try:
-                    cipher_named(cipher, secret).decrypt_into(
-                        nonce, memoryview(data)[_HEAD.size :], name.encode(), opened
-                    )
+                    cipher_named(cipher, secret).decrypt_into(nonce, data[_HEAD.size :], name.encode(), opened)
                     return opened
                 except (InvalidTag, ValueError):
                     raise _UnreadableError("it is damaged") from None
@@ -473,12 +497,13 @@ class KeptFiles:
 
 
 class _FromFiles(Mapping[int, Piece]):
-    """The pieces of all blocks of a stage, each read when it is asked for: so one block at a time is in memory."""
+    """The pieces of all blocks of a stage, each read when it is asked for, into the memory of the one before."""
 
     def __init__(self, files: KeptFiles, task: PrefixTask, caches: Caches) -> None:
         self._files, self._task, self._type = files, task, caches.cache_type
         self._blocks = caches.classes_of_blocks()
         self._folder = files._folder / task.owner  # noqa: SLF001 (of this module)
+        self._room, self._arrays = _Room(), list[np.ndarray]()
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._blocks)
@@ -486,18 +511,37 @@ class _FromFiles(Mapping[int, Piece]):
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def __contains__(self, block: object) -> bool:
+        return block in self._blocks  # without reading it
+
+    def _paths(self, block: int) -> list[Path]:
+        return _paths(self._folder, self._task, self._task.stop // PAGE, block, _is_cut(self._blocks[block]))
+
+    def announce(self) -> None:
+        """Let the disk read all of them, while those that have come are deciphered."""
+        for path in (path for block in self for path in self._paths(block) if hasattr(os, "posix_fadvise")):
+            with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
     def __getitem__(self, block: int) -> Piece:
-        n, is_cut = self._task.stop // PAGE, _is_cut(self._blocks[block])
-        pieces = [self._files.read(path, self._type) for path in _paths(self._folder, self._task, n, block, is_cut)]
-        if not is_cut:
-            return pieces[0]
-        parts: list[tuple[np.ndarray, ...]] = []
-        for begin, piece in zip(range(0, self._task.stop, self._task.run_pages * PAGE), pieces, strict=True):
-            n_rows = min(self._task.run_pages * PAGE, self._task.stop - begin)
-            if piece.first != begin or any(len(one) < n_rows for one in piece.arrays):
-                raise EngineError("a file of other positions")
-            parts.append(tuple(one[:n_rows] for one in piece.arrays))
-        return Piece(0, tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        paths, n_run = self._paths(block), self._task.run_pages * PAGE
+        if not _is_cut(self._blocks[block]):
+            return self._files.read(paths[0], self._type, self._room)
+        for begin, path in zip(range(0, self._task.stop, n_run), paths, strict=True):
+            piece, n = self._files.read(path, self._type, self._room), min(n_run, self._task.stop - begin)
+            if not begin and _forms(piece.arrays) != _forms(self._arrays):
+                self._arrays = [np.empty((self._task.stop, *one.shape[1:]), one.dtype) for one in piece.arrays]
+            is_other = piece.first != begin or _forms(piece.arrays) != _forms(self._arrays)
+            if is_other or any(len(one) < n for one in piece.arrays):
+                raise EngineError("a file of other positions or shapes")
+            for whole, one in zip(self._arrays, piece.arrays, strict=True):
+                whole[begin : begin + n] = one[:n]
+        return Piece(0, tuple(self._arrays))
+
+
+def _forms(arrays: Sequence[np.ndarray]) -> list[tuple[Any, ...]]:
+    """Of their rows."""
+    return [(one.dtype, one.shape[1:]) for one in arrays]
 
 
 def files_in(folder: Path) -> Iterator[tuple[Path, int, float]]:
@@ -577,11 +621,11 @@ def _packed(piece: Piece, cache_type: str) -> bytes:
     return b"".join([_SIZE.pack(len(head)), head, *(one.tobytes() for one in piece.arrays)])
 
 
-def _unpacked(data: bytearray, cache_type: str) -> Piece:
+def _unpacked(data: memoryview, cache_type: str) -> Piece:
     """The reverse. What is sealed with our key was made here: only the type can be another one."""
     try:
         (n,) = _SIZE.unpack_from(data)
-        head = json.loads(data[_SIZE.size : _SIZE.size + n])
+        head = json.loads(bytes(data[_SIZE.size : _SIZE.size + n]))
         if head["cache_type"] != cache_type:
             raise _UnreadableError("it has numbers of another type")
         arrays, at = [], _SIZE.size + n

@@ -206,8 +206,12 @@ class Prefixes:
         self._count(kept, -1)
 
     def drop_oldest(self) -> int:
-        """Drop the least recently used one, and return it."""
-        seq_id = next(iter(self._kept))
+        """Drop the least recently used one, and return it; those that an owner used last go when there are no others, so that
+        nobody loses a conversation to one who has many.
+        """
+        newest = {kept.owner: seq_id for seq_id, kept in self._kept.items()}
+        older = (seq_id for seq_id, kept in self._kept.items() if newest[kept.owner] != seq_id)
+        seq_id = next(older, next(iter(self._kept)))
         self.drop(seq_id)
         return seq_id
 

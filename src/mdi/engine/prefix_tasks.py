@@ -19,7 +19,7 @@ from mdi.model.caches import PAGE
 from mdi.net.wire import Frame, FrameType
 from mdi.spec.decode import Meta, Number, Whole, decode, one_of
 
-FIND, FILL, KEEP, FETCH, OWNERS = "find", "fill", "keep", "fetch", "owners"
+FIND, FILL, FILLED, KEEP, FETCH, OWNERS = "find", "fill", "filled", "keep", "fetch", "owners"
 KEY_BYTES = 16  # of a page's key, see memory.page_keys
 OWNER = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")  # the folder of one
 
@@ -37,8 +37,9 @@ class PrefixTask:
     """What the nodes of a ring are asked to do with one prefix, and what they have answered so far.
 
     Attributes:
-        kind: FIND ends of which every node has all files; FILL the caches of a sequence up to position `stop`; KEEP the
-            positions [start, stop) of a sequence; FETCH from other nodes the files that lack here of what blocks have up to
+        kind: FIND ends of which every node has all files; FILL the caches of a sequence up to position `stop`, which a
+            node passes on before it does it, so that all read at once; say whether they are FILLED; KEEP the positions
+            [start, stop) of a sequence; FETCH from other nodes the files that lack here of what blocks have up to
             position `stop`, states only with `is_end`; remove the folders of all other OWNERS.
         seq_id, n_evictions: of the sequence.
         owner: name of a folder; of OWNERS several, with spaces between.
@@ -48,15 +49,15 @@ class PrefixTask:
         is_end: of KEEP: whether the text ends there, so that states are kept as well; of FETCH: whether all that there is ends
             there.
         is_done: whether all nodes so far could do it.
-        row_read_s: of FIND: seconds that the nodes so far, one after the other, need to read a position of the longest end;
-            0 where that was not measured.
+        row_read_s: of FIND: seconds that the slowest of the nodes so far needs to read a position of the longest end; 0 where
+            that was not measured.
         some: of FIND: ends of which a node has the files of one of its blocks; in hex.
-        n_rounds: of FETCH, that are left; of FIND: for which files may be fetched afterwards.
+        n_rounds: of FETCH, that are left up to `stop`; of FIND: for which files may be fetched afterwards.
         wanted: of FETCH: names of files that nodes lack, with spaces between.
         files: of FETCH, see `attached`.
     """
 
-    kind: Annotated[str, one_of((FIND, FILL, KEEP, FETCH, OWNERS))]
+    kind: Annotated[str, one_of((FIND, FILL, FILLED, KEEP, FETCH, OWNERS))]
     seq_id: Whole = 0
     n_evictions: Whole = 0
     owner: Text = ""
@@ -77,6 +78,11 @@ class PrefixTask:
     def pages(self) -> list[bytes]:
         whole = bytes.fromhex(self.keys)
         return [whole[i : i + KEY_BYTES] for i in range(0, len(whole), KEY_BYTES)]
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether a node passes it on before it does its part."""
+        return self.kind == FILL
 
     @property
     def possible(self) -> int:
@@ -110,7 +116,7 @@ class PrefixTask:
             names = [*found.wanted.split(), *found.attached]
         except (ValueError, binascii.Error) as e:
             raise WireError(f"a frame without rows has no task that can be read: {e}") from None
-        has_place = found.kind not in (FILL, KEEP, FETCH) or 0 <= found.start < found.stop <= n * PAGE
+        has_place = found.kind not in (FILL, FILLED, KEEP, FETCH) or 0 <= found.start < found.stop <= n * PAGE
         is_wrong = is_wrong or not all(map(NAME.fullmatch, names))
         if is_wrong or not has_place or found.stop % PAGE or not all(map(OWNER.fullmatch, found.owner.split(" "))):
             raise WireError(f"a task {found.kind} for positions {found.start} to {found.stop} of {n} pages")

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes
-from mdi.engine.prefix_tasks import FETCH, FILL, FIND, KEEP, OWNERS, PrefixTask, RingPrefixes
+from mdi.engine.prefix_tasks import FETCH, FILL, FILLED, FIND, KEEP, OWNERS, PrefixTask, RingPrefixes
 from mdi.engine.replay import Replays
 from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
 from mdi.errors import Code, EngineError
@@ -29,7 +29,7 @@ DECODE_ROWS = 4096  # most sequences in a frame; with a chunk, well below the li
 SNAPSHOT_EVERY = 4096  # tokens of a prompt
 SNAPSHOTS = 1 << 47  # ids of sequences from here on are those of snapshots; above are bits of adapters
 LEAST_FROM_DISK = 2  # pages more than memory has, for which nodes are asked
-FETCH_ROUNDS = 64  # of one text, in which nodes get files from each other
+FETCH_ROUNDS = 64  # for one run of a text, in which nodes get files from each other
 AHEAD_POSITIONS = 2 * PAGE  # how much all sequences can grow after one was admitted, before one must be evicted
 
 # Guesses of one text that are under way, at most: any cache can be cut by SLACK positions, and a prefix of the ended text is to
@@ -115,7 +115,7 @@ class Scheduler:
         self.ring_prefixes: RingPrefixes | None = None  # that its nodes have on their disks; set between two runs
         self._tasks: deque[PrefixTask] = deque()
         self._has_asked = False  # in the last frame: tasks and rows take turns
-        self._fetch_s = 0.0  # that the text has waited for whose files are under way
+        self._fetch_s = (0, 0), 0.0  # the text whose files are under way, and how long it has waited for them
         self._asking: dict[int, Sequence] = {}  # whose beginnings nodes look for on their disks, or read
         self._n_snapshots = 0
         self._snapshots: list[tuple[int, int]] = []  # copies that come with the next frame
@@ -598,7 +598,7 @@ class Scheduler:
         if asked.kind == KEEP:
             self._note_kept(answered)
             return
-        sequence = self._asking.get(asked.seq_id) if asked.kind in (FIND, FILL, FETCH) else None
+        sequence = self._asking.get(asked.seq_id) if asked.kind in (FIND, FILL, FILLED, FETCH) else None
         if sequence is None or sequence.n_evictions != asked.n_evictions:
             return
         if asked.kind == FETCH and (more := self._next_round(sequence, asked, answered, took_s)) is not None:
@@ -607,10 +607,10 @@ class Scheduler:
 
     def _next_round(self, sequence: Sequence, asked: PrefixTask, task: PrefixTask, took_s: float) -> PrefixTask | None:
         """Of FETCH; None: no more files come, or those so far took longer than computing what they are for."""
-        self._fetch_s = took_s + (self._fetch_s if asked.n_rounds < FETCH_ROUNDS else 0.0)
-        is_slow = (
-            self.row_s is not None and self._fetch_s > self._n_gained(sequence, task.possible, task.stop) * self.row_s
-        )
+        text, (whose, before_s) = (sequence.seq_id, sequence.n_evictions), self._fetch_s
+        waited_s = took_s + (before_s if whose == text else 0.0)
+        self._fetch_s = text, waited_s
+        is_slow = self.row_s is not None and waited_s > self._n_gained(sequence, task.possible, task.stop) * self.row_s
         if not task.is_done or is_slow or asked.n_rounds <= 1:
             return None
         task = replace(task, n_rounds=asked.n_rounds - 1)
@@ -622,7 +622,8 @@ class Scheduler:
     def _up_to_next_run(task: PrefixTask) -> PrefixTask:
         """FETCH the files of the next run, so that whatever has come is the beginning of a text."""
         n_pages, n_some = task.run_pages * (task.stop // PAGE // task.run_pages + 1), int(task.some, 16).bit_length()
-        return replace(task, kind=FETCH, start=0, stop=PAGE * min(n_pages, n_some), is_end=n_pages >= n_some)
+        stop, is_end = PAGE * min(n_pages, n_some), n_pages >= n_some
+        return replace(task, kind=FETCH, start=0, stop=stop, is_end=is_end, n_rounds=FETCH_ROUNDS)
 
     def _n_gained(self, sequence: Sequence, possible: int, stop: int) -> int:
         """Positions before `stop` that are in no memory, and behind the ends that are possible."""
@@ -642,12 +643,14 @@ class Scheduler:
                 self._freed.remove(sequence.seq_id)  # and no later frame may free what is filled
             self._tasks.append(replace(task, kind=FILL, start=0, stop=stop))
             return
-        if task.kind == FILL and not task.is_done:  # what was damaged is gone: a shorter one may be whole
+        if task.kind == FILL:
+            return self._tasks.append(replace(task, kind=FILLED))
+        if task.kind == FILLED and not task.is_done:  # what was damaged is gone: a shorter one may be whole
             self._freed.append(sequence.seq_id)
             if (again := self._task_to_find(sequence, task.stop // PAGE - 1)) is not None:
                 return self._tasks.append(again)
         del self._asking[sequence.seq_id]
-        if task.kind == FILL and task.is_done:
+        if task.kind == FILLED and task.is_done:
             self.n_reused += sequence.begin_behind(task.stop)
         else:
             self._reuse(sequence)

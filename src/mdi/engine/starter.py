@@ -485,7 +485,11 @@ class StarterEngine:
                 self.pace.sent(plan, time.perf_counter())
             if plan.task is not None:
                 assert self.scheduler.ring_prefixes is not None
-                ring.send(self.scheduler.ring_prefixes.answer(plan.task).frame(ring.epoch, plan.number))
+                if plan.task.goes_ahead:
+                    ring.send(plan.task.frame(ring.epoch, plan.number))
+                answered = self.scheduler.ring_prefixes.answer(plan.task)
+                if not plan.task.goes_ahead:
+                    ring.send(answered.frame(ring.epoch, plan.number))
                 begin = time.perf_counter()
                 continue
             if speculation is not None and (not plan.is_plain or speculation.is_watching(plan.number)):

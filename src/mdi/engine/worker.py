@@ -264,7 +264,7 @@ class SecondaryLoop:
 
     def _pass_on(self, frame: Frame) -> None:
         if frame.is_task:
-            self._ring.send(self._answered(frame))
+            self._answer_to(frame)
         elif self._is_hot:
             # The next node computes at the same time. This one keeps the rows that it would send in its place.
             self._ring.send(self._as_it_came(frame))
@@ -273,10 +273,13 @@ class SecondaryLoop:
             self._ring.send(self._compute(frame))
         self._ring.release(frame)
 
-    def _answered(self, frame: Frame) -> Frame:
+    def _answer_to(self, frame: Frame) -> None:
         task = PrefixTask.of(frame)
+        if task.goes_ahead:
+            self._ring.send(task.frame(frame.epoch, frame.number))
         done = replace(task, ends="0", is_done=False) if self._answer is None else self._answer(task)
-        return done.frame(frame.epoch, frame.number)
+        if not task.goes_ahead:
+            self._ring.send(done.frame(frame.epoch, frame.number))
 
     def _as_it_came(self, frame: Frame) -> Frame:
         """The frame for the next node, which has the same blocks; rows of a replay only if that has lost its caches, too."""

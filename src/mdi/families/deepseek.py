@@ -4,13 +4,18 @@ GLM 4.7 Flash.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NoReturn
+
+import numpy as np
 
 from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, said, words
 from mdi.families.family import Family
 from mdi.families.gguf import Fields, Gguf, check_sigmoid, experts, names, rms_eps
 from mdi.families.names import EXPERTS, GATED, GATED_MLP, LLAMA_ENDS, NORMS_BEFORE, PREDICTING, Held, Names
 from mdi.model.plain import ModelConfig
+
+logger = logging.getLogger("mdi")
 
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _WORDS = {
@@ -38,7 +43,12 @@ def _latent(hf: Json) -> Json:
     if kind not in ("default", "yarn"):
         raise ValueError(f"rope scaling of the type {kind!r} is not supported for this architecture")
     found = {"q_lora_rank": hf.get("q_lora_rank"), **{key: hf[key] for key in _SIZES}}
-    return found if hf["rms_norm_eps"] == _LATENT_EPS else {**found, "norm_eps": _LATENT_EPS}
+    return found if _is_usual(hf["rms_norm_eps"]) else {**found, "norm_eps": _LATENT_EPS}
+
+
+def _is_usual(eps: float) -> bool:
+    """Whether it is that of the norms of latent rows; GGUF files have it in single precision."""
+    return bool(np.float32(eps) == np.float32(_LATENT_EPS))
 
 
 def _experts(hf: Json) -> Json:
@@ -60,7 +70,7 @@ def _read_lite(hf: Json) -> Json:
 
 def _write(config: ModelConfig) -> Json:
     latent = config.latent_attention
-    if latent is None or latent.get("norm_eps", config.norm_eps) != _LATENT_EPS:
+    if latent is None or not _is_usual(latent.get("norm_eps", config.norm_eps)):
         raise ValueError("no latent attention, or norms of latent rows of another kind")
     sizes = {key: latent.get(key) for key in ("q_lora_rank", *_SIZES)}
     groups = {"n_group": config.n_expert_groups or 1, "topk_group": config.n_topk_groups or 1}
@@ -107,8 +117,23 @@ def _of_queries(fields: Fields) -> str:
     return "attn_q_b" if "blk.0.attn_q_b.weight" in fields.shapes else "attn_q"
 
 
-def _read_gguf(fields: Fields, hf: Json) -> Json:
+def _check_router(fields: Fields) -> None:
+    """Files from before a field was written do not say what other programs then took for granted. Raises ValueError."""
     check_sigmoid(fields)
+    is_flash = (fields.count("block_count"), fields.shape("token_embd.weight")[0]) in _FLASH_SIZES
+    if fields.get("expert_gating_func") is None and not is_flash:
+        raise ValueError(
+            "it lacks the field deepseek2.expert_gating_func: its router is DeepSeek V2's, which is not supported"
+        )
+    if fields.get("expert_group_count") is None and fields.get("expert_count") == _V3["n_routed_experts"]:
+        logger.warning(
+            "warning: the GGUF file lacks the field deepseek2.expert_group_count: if it is a DeepSeek V3, R1 or V3.1, some "
+            "rows go to other experts than the model means, as in llama.cpp; newer files of the model have the field"
+        )
+
+
+def _read_gguf(fields: Fields, hf: Json) -> Json:
+    _check_router(fields)
     rotated, size = fields.size("rope.dimension_count"), hf["head_dim"]
     is_compressed = _of_queries(fields) == "attn_q_b"
     n_dense = fields.count("leading_dense_block_count")
@@ -126,9 +151,35 @@ def _read_gguf(fields: Fields, hf: Json) -> Json:
     if (scaling := hf.get("rope_scaling")) is None:
         return found
     # What multiplies cosines and sines is one, and the softmax has a factor that this tells.
-    scale = 10.0 * float(fields.need("rope.scaling.yarn_log_multiplier"))
+    scale = float(np.float32(10.0 * float(fields.need("rope.scaling.yarn_log_multiplier"))))
     own = {key: value for key, value in scaling.items() if key != "attention_factor"}
     return {**found, "rope_scaling": {**own, "mscale": scale, "mscale_all_dim": scale}}
+
+
+def _own_fields(config: ModelConfig) -> Json:
+    latent = config.latent_attention
+    if latent is None:
+        raise ValueError("no latent attention")
+    rank, rotated, nope, value = (latent[key] for key in _SIZES)
+    found: Json = {
+        "attention.head_count_kv": 1, "attention.key_length": rank + rotated, "attention.value_length": rank,
+        "attention.key_length_mla": nope + rotated, "attention.value_length_mla": value, "attention.kv_lora_rank": rank,
+        "attention.q_lora_rank": latent.get("q_lora_rank"), "rope.dimension_count": rotated,
+        "leading_dense_block_count": config.first_k_dense_replace, "expert_shared_count": config.n_shared_expert,
+        "expert_weights_scale": float(config.routed_scaling_factor), "expert_weights_norm": True, "expert_gating_func": 2,
+        "expert_group_count": config.n_expert_groups or 1, "expert_group_used_count": config.n_topk_groups or 1,
+    }  # fmt: skip
+    scaling = config.rope_adjustments or {}
+    if scaling.get("rope_type") != "yarn":
+        return found
+    betas = {
+        f"rope.scaling.yarn_{beta}": float(scaling[beta]) for beta in ("beta_fast", "beta_slow") if beta in scaling
+    }
+    return {
+        **found, **betas, "rope.scaling.type": "yarn", "rope.scaling.factor": float(scaling["factor"]),
+        "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
+        "rope.scaling.yarn_log_multiplier": 0.1 * scaling["mscale_all_dim"],
+    }  # fmt: skip
 
 
 _GGUF_NAMES = names(
@@ -142,7 +193,7 @@ _GGUF_NAMES = names(
         "attn.kv_b_proj": Held(("attn_k_b", "attn_v_b"), is_by_head=True, otherwise=Held(("attn_kv_b",))),
     }
 )
-_GGUF = Gguf("deepseek2", _read_gguf, _GGUF_NAMES, sized=_whole_heads)
+_GGUF = Gguf("deepseek2", _read_gguf, _GGUF_NAMES, sized=_whole_heads, own=_own_fields)
 
 _HEADS: Json = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _YARN: Json = {
@@ -177,6 +228,7 @@ _FLASH: Json = {
     "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5,
     "rope_theta": 1000000, "routed_scaling_factor": 1.8, "topk_group": 1, "vocab_size": 154880,
 }  # fmt: skip
+_FLASH_SIZES = {(n, 154880) for n in (47, 48)}  # blocks, with or without that for a further token, and tokens
 _LONGER: Json = {**_KIMI, "max_position_embeddings": 262144, "rope_scaling": {**_KIMI["rope_scaling"], "factor": 64}}
 _OF_V3 = {f"deepseek-ai/DeepSeek-{name}": _V3 for name in ("V3", "V3-0324", "R1", "R1-0528", "V3.1")}
 _ALL: dict[str, Any] = {"names": lambda _: _NAMES}

@@ -146,6 +146,7 @@ class Gguf:
         names: of their tensors.
         is_one: whether a file of the architecture is one of the family, where several have the same.
         sized: the fields in which `sizes` finds those of the first block, where blocks differ.
+        own: what a file says of a model besides what `fields_of` does, or otherwise. Raises ValueError for another one.
     """
 
     architecture: str
@@ -153,6 +154,7 @@ class Gguf:
     names: Names = names()
     is_one: Callable[[Fields], bool] = lambda _: True
     sized: Callable[[Fields], Fields] = lambda fields: fields
+    own: Callable[[ModelConfig], Json] = lambda _: {}
 
     def config_json(self, fields: Fields) -> Json:
         """What config.json would say, but for model_type. Raises as `read`."""
@@ -242,8 +244,12 @@ def partial_rotary(fields: Fields, hf: Json) -> Json:
     return {"partial_rotary_factor": share if int(share * head_size) == n_rotated else math.nextafter(share, 1.0)}
 
 
-def fields_of(config: ModelConfig) -> Json:
-    """What a file says of a model, without the architecture before each name. Not every family reads it as the same model."""
+def fields_of(config: ModelConfig, own: Json | None = None) -> Json:
+    """What a file says of a model, without the architecture before each name. Not every family reads it as the same model.
+
+    Args:
+        own: see Gguf.own.
+    """
     eps = "layer_norm_rms_epsilon" if config.norm_class_name == "RMSNorm" else "layer_norm_epsilon"
     found: Json = {
         "block_count": config.n_layer, "embedding_length": config.n_embd, "feed_forward_length": config.intermediate_size,
@@ -263,7 +269,7 @@ def fields_of(config: ModelConfig) -> Json:
     factor = scaling.get("factor", 1) if set(scaling) == {"factor"} else config.rope_condense_ratio
     if factor != 1:
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(factor)}
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in (found | (own or {})).items() if value}
 
 
 def rope_factors(config: ModelConfig) -> np.ndarray | None:

@@ -196,6 +196,23 @@ def _read_gguf_next(fields: Fields, hf: Json) -> Json:
     return {**_read_gguf_moe(fields, hf), _IN_TURN: False, "norm_topk_prob": True}
 
 
+def _own_fields(config: ModelConfig) -> Json:
+    net = config.delta_net
+    blocks = list(net["blocks"]) if net is not None else []
+    interval = blocks.index(0) + 1  # a file says this alone
+    if net is None or blocks != [int((i + 1) % interval != 0) for i in range(config.n_layer)]:
+        raise ValueError("no delta nets, or attention not in every so many blocks")
+    n_pairs = config.rope_n_elem // 2
+    return {
+        "ssm.conv_kernel": net["n_taps"], "ssm.state_size": net["k_size"], "ssm.group_count": net["n_groups"],
+        "ssm.time_step_rank": net["n_head"], "ssm.inner_size": net["n_head"] * net["v_size"],
+        "full_attention_interval": interval,
+        # Times, rows and columns of images; words have the same position in all three.
+        "rope.dimension_sections": [-(-(n_pairs - i) // 3) for i in range(3)] + [0],
+        "expert_shared_feed_forward_length": (config.moe_intermediate_size or 0) * (config.n_shared_expert or 0),
+    }  # fmt: skip
+
+
 def _in_gguf(ours: str, module: str, half: int) -> dict[str, Any]:
     both = Held(("ffn_gate_up_exps",), half, is_stacked=True)
     return {f"mlp.experts.{{i}}.{ours}": Held((module,), is_stacked=True, otherwise=both)}
@@ -258,7 +275,7 @@ FAMILIES = (
         _read,
         _write,
         lambda _: _QWEN35,
-        gguf=Gguf("qwen35", _read_gguf, _GGUF_NAMES),
+        gguf=Gguf("qwen35", _read_gguf, _GGUF_NAMES, own=_own_fields),
         predicting_word=_PREDICTING_WORD,
     ),
     Family(
@@ -267,13 +284,13 @@ FAMILIES = (
         _read_moe,
         _write_moe,
         lambda _: _QWEN35_MOE,
-        gguf=Gguf("qwen35moe", _read_gguf_moe, _GGUF_NAMES),
+        gguf=Gguf("qwen35moe", _read_gguf_moe, _GGUF_NAMES, own=_own_fields),
         predicting_word=_PREDICTING_WORD,
         published=_PUBLISHED_35,
     ),
     Family(
         "qwen3_next", "Qwen3NextForCausalLM", _read_next, _write_next, lambda _: _NEXT,
-        gguf=Gguf("qwen3next", _read_gguf_next, _NEXT_GGUF_NAMES), predicting_word=_PREDICTING_WORD,
+        gguf=Gguf("qwen3next", _read_gguf_next, _NEXT_GGUF_NAMES, own=_own_fields), predicting_word=_PREDICTING_WORD,
         published={"Qwen/Qwen3-Next-80B-A3B-Instruct": _PUBLISHED_NEXT},
     ),
 )  # fmt: skip

@@ -159,10 +159,11 @@ class GgufWritten(NamedTuple):
 def _in_gguf(family: Family, of: Gguf, config: ModelConfig, shapes: Mapping[str, Shape]) -> GgufWritten | list[str]:
     """Which settings would be others, if it is not the same model; "" where there is no telling."""
     values: Json = {"general.architecture": of.architecture}
-    values |= {f"{of.architecture}.{name}": _as_read(value) for name, value in fields_of(config).items()}
     factors = rope_factors(config)
     more = {} if factors is None else {ROPE_FACTORS: factors}
     try:
+        said = fields_of(config, of.own(config))
+        values |= {f"{of.architecture}.{name}": _as_read(value) for name, value in said.items()}
         pieces = {name: of.names.places(name, shape, config)[0] for name, shape in shapes.items()}
         held = {piece.tensor: piece.shape for some in pieces.values() for piece in some}
         fields = Fields(values, held | {name: array.shape for name, array in more.items()}, more.__getitem__)
@@ -187,6 +188,8 @@ def _in_gguf(family: Family, of: Gguf, config: ModelConfig, shapes: Mapping[str,
 
 def _as_read(value: Any) -> Any:
     """Numbers that are not whole have single precision in files."""
+    if isinstance(value, Mapping):
+        return {key: _as_read(one) for key, one in value.items()}
     return float(np.float32(value)) if isinstance(value, float) else value
 
 

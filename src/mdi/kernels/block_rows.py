@@ -103,10 +103,15 @@ def numbers_of(form: str, rows: np.ndarray) -> np.ndarray:
 
 
 def drawn_rows(form: str, n_rows: int, n_in: int, generator: np.random.Generator) -> np.ndarray:
-    """Rows of numbers by chance, with small scales: uint8 (n_rows, bytes of a row); for measurements."""
+    """Rows of numbers by chance, with small scales: uint8 (n_rows, bytes of a row); for measurements.
+
+    Their mean is zero: products with others would have large numbers, which the kernels multiply apart.
+    """
     kind = BLOCK_TYPES[form]
+    middle = (2 ** (32 * kind.words // kind.inputs) - 1) / 2
+    halves = [1e-4, 1e-4 * middle if kind.bytes else -1e-4 * middle][: kind.halves]
     blocks = generator.integers(0, 256, (n_rows, -(-n_in // kind.inputs), kind.block_bytes), dtype=np.uint8)
-    _parts(form, blocks)[0][:] = np.frombuffer(np.full(kind.halves, 1e-4, dtype=np.float16).tobytes(), dtype=np.uint8)
+    _parts(form, blocks)[0][:] = np.frombuffer(np.array(halves, dtype=np.float16).tobytes(), dtype=np.uint8)
     return blocks.reshape(n_rows, -1)
 
 

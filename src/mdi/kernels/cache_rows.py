@@ -53,24 +53,38 @@ class KernelLayout:
 
     def read(self, number: int, pages: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
         """See `pages.Layout`."""
-        at = self._at(number, pages, positions)
+        _, whole, rest = self._at(number, pages, positions)
+
+        def lines(view: np.ndarray) -> np.ndarray:
+            found = view[whole].swapaxes(1, 2)
+            return np.concatenate((found.reshape(-1, *found.shape[2:]), view[rest]))
+
         sizes = self._kind.k_size, self._kind.v_size
-        rows = [view[at][..., :size] for view, size in zip(self._rows, sizes, strict=False)]
-        return (*rows, *(scales[at] for scales in self._scales))
+        rows = [lines(view)[..., :size] for view, size in zip(self._rows, sizes, strict=False)]
+        return (*rows, *map(lines, self._scales))
 
     def write(self, number: int, pages: np.ndarray, positions: np.ndarray, arrays: tuple[np.ndarray, ...]) -> None:
         """See `pages.Layout`. Values are padded with zeros, as the kernels do it."""
-        at, kind, views = self._at(number, pages, positions), self._kind, [*self._rows, *self._scales]
+        kind, views = self._kind, [*self._rows, *self._scales]
         rows = [(len(pages), kind.n_groups, size) for size in (kind.k_size, kind.v_size) if size]
         check_arrays(arrays, [*rows, *(rows[0][:2] for _ in self._scales)], [view.dtype for view in views])
+        n, whole, rest = self._at(number, pages, positions)
         for view, array in zip(views, arrays, strict=True):
             wide = view.shape[3] - array.shape[2] if array.ndim == 3 else 0
-            view[at] = np.pad(array, ((0, 0), (0, 0), (0, wide))) if wide else array
+            lines = np.pad(array, ((0, 0), (0, 0), (0, wide))) if wide else array
+            view[whole] = lines[:n].reshape(-1, PAGE, *lines.shape[1:]).swapaxes(1, 2)
+            view[rest] = lines[n:]
 
-    def _at(self, number: int, pages: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Selects (rows, groups) of one block."""
-        groups = self._kind.n_groups
-        return pages[:, None], number * groups + np.arange(groups), positions[:, None]
+    def _at(
+        self, number: int, pages: np.ndarray, positions: np.ndarray
+    ) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:
+        """Of one block: how many of the rows are those of whole pages, what selects these (pages, groups, PAGE), and what
+        selects the other rows (rows, groups): numpy copies row by row several times slower than page by page.
+        """
+        first, groups = number * self._kind.n_groups, self._kind.n_groups
+        n = 0 if positions[:1].any() else len(pages) - len(pages) % PAGE
+        rest = pages[n:, None], np.arange(first, first + groups), positions[n:, None]
+        return n, (pages[:n:PAGE], slice(first, first + groups)), rest
 
 
 def check_arrays(

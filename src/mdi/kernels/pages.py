@@ -201,7 +201,7 @@ class Layout(Protocol):
     """Where the numbers of a class's blocks lie in its pages."""
 
     def read(self, number: int, pages: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The arrays of a `stage_caches.Piece`: of each row, one position in a page."""
+        """The arrays of a `stage_caches.Piece`: of each row, one position in a page. Rows follow each other."""
 
     def write(self, number: int, pages: np.ndarray, positions: np.ndarray, arrays: tuple[np.ndarray, ...]) -> None:
         """The reverse. Raises EngineError for arrays of other shapes or types."""

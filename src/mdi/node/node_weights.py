@@ -14,6 +14,7 @@ from mdi.block_ranges import block_span
 from mdi.cancel import Cancel
 from mdi.checkpoint.adapters import AdapterFile
 from mdi.checkpoint.chunks import ChunkFile
+from mdi.checkpoint.derived import own_bits
 from mdi.checkpoint.kept_packed import KeptPacked
 from mdi.checkpoint.part_users import note_user
 from mdi.checkpoint.parts import Part
@@ -58,6 +59,7 @@ class NodeWeights:
     ) -> None:
         self._name = name
         self._weights = weights
+        self._own_bits = None if weights is None else own_bits(weights)
         self.store, self.cache_dir = store, store.directory
         self._kept = KeptPacked(store)
         self.own = own
@@ -157,12 +159,12 @@ class NodeWeights:
 
     def pieces(self, part: PartSpec) -> Iterator[bytes | memoryview]:
         """The canonical bytes of a part, for another node. Raises ControlError (404) if it is not here."""
-        own = self._weights
         if self.store.has(part.sha256):
             return self.store.pieces(part.sha256)
-        if own is None or not _holds(own, part):
-            raise ControlError(f"{self._name} does not have {part.name}", 404, code=Code.WEIGHTS)
-        return own.pieces(part.name)
+        for own in (self._own_bits, self._weights):
+            if own is not None and _holds(own, part):
+                return own.pieces(part.name)
+        raise ControlError(f"{self._name} does not have {part.name}", 404, code=Code.WEIGHTS)
 
     def check_disk(self, spec: StageSpec, missing: list[Part]) -> None:
         """Free disk space for the parts that will come. Raises ControlError if there is too little."""
@@ -230,8 +232,13 @@ class NodeWeights:
         return file
 
     def _own_weights(self, spec: StageSpec) -> WeightSource | None:
-        """This machine's own weights of the run's model, or this node's share of them; None if there are none."""
+        """This machine's own weights of the run's model, or this node's share of them; None if there are none.
+
+        In a run at a file's own bits they have these, too, so that a node with such a file needs no part of another's.
+        """
         source = self._weights
+        if self._own_bits is not None and self._own_bits.packing.blocks == spec.model.format:
+            source = self._own_bits
         if source is None or source.config_hash != spec.model.config_hash:
             return None
         if spec.group is None:

@@ -300,9 +300,7 @@ class PlanReport:
         return dataclasses.replace(self, draft=DraftPlan(rate, n_frames, n_rows, tokens_s, beats))
 
     def with_kept(self, profile: ClusterProfile, shape: ModelShape) -> PlanReport:
-        """The report with what a kept prompt takes: nodes read their files one after the other. Nodes that share blocks keep
-        none.
-        """
+        """The report with what a kept prompt takes: all nodes read their files at once. Nodes that share blocks keep none."""
         if self.first_token is None or self.groups:
             return self
         speeds = {node.name: node.disk_read_bytes_s for node in profile.nodes}
@@ -312,7 +310,7 @@ class PlanReport:
             for node in self.nodes
         }
         is_known = all(speeds[name] for name, each in n_bytes.items() if each)
-        read_s = sum(each / speeds[name] for name, each in n_bytes.items() if each) if is_known else None
+        read_s = max((each / speeds[name] for name, each in n_bytes.items() if each), default=0.0) if is_known else None
         first = dataclasses.replace(self.first_token, kept_bytes=sum(n_bytes.values()), read_s=read_s)
         return dataclasses.replace(self, first_token=first)
 

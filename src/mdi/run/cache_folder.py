@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from mdi.checkpoint import kept_packed, part_users
-from mdi.checkpoint.folder import GGUF_NOTE, gguf_file
+from mdi.checkpoint.folder import GGUF_NOTE, MADE_TOKENIZERS, gguf_file
 from mdi.checkpoint.hffolder import folder_record
 from mdi.checkpoint.kept_packed import read_packed
 from mdi.checkpoint.part_users import PartUser, read_users
@@ -35,6 +35,7 @@ PLACES = {
     "records": (kept_packed.FILE, part_users.FILE),
     "window": ("window",),
     "prefixes": (kept_prefixes.FOLDER,),
+    "tokenizers": (MADE_TOKENIZERS,),
 }
 KINDS = (WEIGHTS, RECEIVED, PACKED, KERNELS, RUNS, *PLACES, LEFTOVERS)
 

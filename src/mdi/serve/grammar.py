@@ -18,6 +18,7 @@ import numpy as np
 
 from mdi.errors import EngineError, UsageError
 from mdi.text.limited import llguidance_form
+from mdi.text.tokenizer import tokenizer_json
 
 USUAL_S = 0.002  # of a question: this much is not counted
 REQUEST_S = 0.2  # for all texts of a request together
@@ -101,8 +102,8 @@ class GrammarSource:
         self, directory: Path, eos_ids: Iterable[int], n_vocabulary: int,
         clock: Callable[[], float] = time.thread_time, now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        path = directory / "tokenizer.json"
-        if not path.is_file():
+        path = tokenizer_json(directory)
+        if path is None:
             raise UsageError("response_format needs a model with a tokenizer.json")
         try:
             import llguidance

@@ -17,7 +17,7 @@ from mdi.block_ranges import ADAPTER_PREFIX, default_split, parse_layers, ranges
 from mdi.cancel import Cancel
 from mdi.checkpoint.adapters import Adapter, AdapterName, AdapterSource, weights_hash
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, siblings
-from mdi.checkpoint.derived import PackedSource
+from mdi.checkpoint.derived import PackedSource, own_bits
 from mdi.checkpoint.folder import all_weight_files
 from mdi.checkpoint.kept_packed import MadeSource
 from mdi.checkpoint.mixtures import meant
@@ -170,8 +170,9 @@ class StarterWeights:
             plain = source.source if isinstance(source, PackedSource) else source
             if wanted is None or isinstance(plain, AdapterSource):
                 return plain
-            packing = Packing(wanted, wanted).tied(plain.tied_type)
-            return PackedSource(plain, packing) if is_own else MadeSource(plain, packing, folder, self.directory)
+            if is_own and (found := own_bits(plain)) is not None:
+                return found
+            return MadeSource(plain, Packing(wanted, wanted).tied(plain.tied_type), folder, self.directory)
 
         self.sources = [changed(source) for source in self.sources]
         self.id, self._shards = secrets.token_hex(8), {}

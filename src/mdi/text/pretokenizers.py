@@ -27,6 +27,12 @@ class PreTokenizer:
     begins: bool = False
 
 
+# GPT-2's letters for bytes: those that can be printed are their own.
+_PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+BYTES = {chr(byte): byte for byte in _PRINTED}
+BYTES |= {chr(0x100 + n): byte for n, byte in enumerate(byte for byte in range(0x100) if byte not in _PRINTED)}
+LETTERS = {byte: letter for letter, byte in BYTES.items()}
+
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CL100K = (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",)
@@ -35,8 +41,6 @@ _O200K = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}",
 )
-# As it is, but Chinese is a piece of its own, and slashes behind other signs are signs.
-_KIMI_K2 = (r"\p{Han}+|" + _O200K[0].replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]", r"[\r\n]"),)
 _QWEN2 = (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",)
 _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{_SPACES}",
@@ -64,9 +68,15 @@ _DEEPSEEK_LLM = (
     _EAST_ASIAN, r"\p{N}",
 )  # fmt: skip
 _DEEPSEEK_V3 = (
-    r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u30ff]+",
-    rf"[!-/:-@\[-`{{-~][A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*{_SPACES}",
+    r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    rf"{_SPACES}",
 )  # fmt: skip
+_UPPER, _LOWER = (rf"[{one}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for one in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+_KIMI_K2 = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",
+)
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")
 
 GPT2 = PreTokenizer(("gpt-2", "default", "phi-2", "olmo", "mpt", "jina-en", "trillion", "exaone4", "a.x-4.0"))
@@ -89,7 +99,7 @@ _KINDS = (
     PreTokenizer(("deepseek-llm",), _DEEPSEEK_LLM),
     PreTokenizer(("deepseek-coder",), _DEEPSEEK_CODER),
     PreTokenizer(("deepseek-v3",), _DEEPSEEK_V3),
-    PreTokenizer(("kimi-k2",), _KIMI_K2),
+    PreTokenizer(("kimi-k2",), _KIMI_K2, keeps_words=True),
 )  # fmt: skip
 PRE_TOKENIZERS = {name: kind for kind in _KINDS for name in kind.names}
 

@@ -22,6 +22,7 @@ from mdi.spec.prompts import refuse_surrogates
 from mdi.spec.settings_file import parse_json, read_yaml
 from mdi.text.answers.forms import ENDS, SPOKEN, Form, form_of, special_marks
 from mdi.text.drawing import OWN, drawing_of
+from mdi.text.pretokenizers import BYTES
 from mdi.text.quoted import Quotes
 from mdi.text.styles import DEFAULT, PromptStyle, known_styles, style_of_model
 from mdi.text.tokenizer import id_list, read_tokenizer
@@ -34,11 +35,6 @@ _BASE_MODEL = re.compile(
     r"Qwen2\.5-(?!.*Instruct)|Qwen3-.*-Base$|OLMo-.*(?<!Instruct)-hf$|CodeLlama-\d+b-(Python-)?hf$"
 )
 _UNDECIDED = "\ufffd"  # what bytes that are no complete character (yet) decode to
-
-# GPT-2's letters for bytes: those that can be printed are their own.
-_PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_BYTES = {chr(byte): byte for byte in _PRINTED}
-_BYTES |= {chr(0x100 + n): byte for n, byte in enumerate(byte for byte in range(0x100) if byte not in _PRINTED)}
 
 _log = logging.getLogger(__name__)
 
@@ -237,7 +233,7 @@ class TextCodec:
         token = str(self._processor.id_to_token(i) if is_huggingface else self._processor.id_to_piece(i))
         if i in self.byte_ids:
             return bytes([int(token[3:5], 16)])
-        return bytes(_BYTES[c] for c in token) if all(c in _BYTES for c in token) else text.encode()
+        return bytes(BYTES[c] for c in token) if all(c in BYTES for c in token) else text.encode()
 
     def _text(self, ids: list[int]) -> str:
         if self._tokenizer.backend == "huggingface":  # which would leave out marks of calls where they are special

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mdi.checkpoint.folder import RANKS, TOKENIZERS
 from mdi.errors import CheckpointError, Code
 from mdi.spec.cluster import nearest_existing
 
-NAMES = ("tokenizer.json", "tokenizer.model")
 _ANCHOR = "\u263a"  # a character that no word has
 _WORD = "\u2581"  # what tokenizers of sentencepiece put before the first word of a text
 _PIECES, _PIECE, _TYPE, _USER_DEFINED = 1, 1, 3, 4  # of a model of sentencepiece: fields, and a kind of pieces
@@ -56,7 +56,7 @@ class FileTokenizer:
         if self.backend == "huggingface":
             from tokenizers import Tokenizer
 
-            self.processor = Tokenizer.from_file(str(directory / "tokenizer.json"))
+            self.processor = Tokenizer.from_file(str(tokenizer_json(directory) or directory / "tokenizer.json"))
             # Settings left over from training would cut or fill up prompts in silence.
             self.processor.no_truncation()
             self.processor.no_padding()
@@ -156,6 +156,20 @@ class FileTokenizer:
         return int(found)
 
 
+def tokenizer_json(directory: Path) -> Path | None:
+    """The file of a folder, or the one that is made of its `tiktoken.model`; None if it has neither.
+
+    Raises:
+        CheckpointError: see `mdi.checkpoint.token_ranks`.
+    """
+    own = directory / "tokenizer.json"
+    if own.is_file() or not (directory / RANKS).is_file():
+        return own if own.is_file() else None
+    from mdi.checkpoint.token_ranks import made_of_ranks  # which needs a library that other folders do not need
+
+    return made_of_ranks(directory)
+
+
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Numbers and values of the fields of a message in the form of protocol buffers; of a fixed width, as bytes."""
     at = 0
@@ -189,13 +203,13 @@ def read_tokenizer(directory: Path, config: Mapping[str, Any], generation: Mappi
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    name = next((n for n in NAMES if (directory / n).is_file()), None)
+    name = next((n for n in TOKENIZERS if (directory / n).is_file()), None)
     if name is None:
         found = (
             "nothing of the kind" if directory.is_dir() else f"no such directory; {nearest_existing(directory)} exists"
         )
-        raise CheckpointError(f"no tokenizer in {directory}: expected {' or '.join(NAMES)}, found {found}")
-    backend = "huggingface" if name == NAMES[0] else "sentencepiece"
+        raise CheckpointError(f"no tokenizer in {directory}: expected {' or '.join(TOKENIZERS)}, found {found}")
+    backend = "sentencepiece" if name == "tokenizer.model" else "huggingface"
     unknown = {"backend": backend, "bos_id": None, "eos_id": None, "use_bos": False}
     try:
         tokenizer = FileTokenizer(directory, unknown)
