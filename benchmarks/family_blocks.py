@@ -38,6 +38,7 @@ from mdi.checkpoint.shapes import full_config, model_shapes  # noqa: E402
 from mdi.kernels.slices import Slice  # noqa: E402
 from mdi.kernels.weight_formats import LAYOUTS, weight_format  # noqa: E402
 from mdi.model.plain import ModelConfig  # noqa: E402
+from mdi.model.spec import DeltaNet  # noqa: E402
 from mdi.placement.kernel_bench import random_weights  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from peers.protocol import Case  # noqa: E402
@@ -80,7 +81,7 @@ class Block:
     """One block with random weights, several times.
 
     Attributes:
-        row_bytes, macs: bytes that one row reads, and its products.
+        row_bytes, macs: bytes that one row reads, and its products. A state that it changes is read, and written.
         expert_share: of its products, those of experts that the router chooses.
     """
 
@@ -92,6 +93,8 @@ class Block:
         shares = {name: used if ".experts." in name else 1.0 for name in shapes}
         bits = weight_format(form)
         self.row_bytes = sum(bits.tensor_bytes(name, shape) * shares[name] for name, shape in shapes.items())
+        if isinstance(net := spec_of(_of_blocks(config, index + 1)).blocks[index].mixer, DeltaNet):
+            self.row_bytes += 2 * 4 * net.n_head * net.k_size * net.v_size
         macs = {name: float(np.prod(shape)) * shares[name] for name, shape in shapes.items() if len(shape) == 2}
         self.macs = sum(macs.values())
         self.expert_share = sum(n for name, n in macs.items() if ".experts." in name) / self.macs

@@ -102,6 +102,14 @@ LIKE_LLAMA_3 = (
         ("bloom", "12 it's a, b", ["12", " it's", " a", ",", " b"]),
         ("deepseek-llm", DEEPSEEK, ["1", "2", " it", "'", "s", "\n", "\n", "\u4e2d", "a", " \u04bf", "\u02b0", "!", "  "]),
         ("deepseek-coder", DEEPSEEK, ["1", "2", " it", "'", "s", "\n", "\n", "\u4e2d", "a", " \u04bf\u02b0", "!", "  "]),
+        (
+            "deepseek-v3", "1234 it's x=[y\n\u304b\u4e2da, \u20ac!",
+            ["123", "4", " it", "'s", " x", "=[", "y", "\n", "\u304b\u4e2d", "a", ",", " \u20ac!"],
+        ),
+        (
+            "kimi-k2", "1234 HelloWorld'S,/\n/ \u4e2d\u3007a",
+            ["123", "4", " Hello", "World'S", ",/\n", "/", " ", "\u4e2d\u3007", "a"],
+        ),
         *((name, "12345 it'S", ["123", "45", " it", "'S"]) for name in LIKE_LLAMA_3),
         *((name, "123 it'S", ["1", "2", "3", " it", "'S"]) for name in ("deepseek-r1-qwen", "kormo", "megrez", "stablelm2")),
         *((name, "1234 HelloWorld'S", ["123", "4", " Hello", "World'S"]) for name in ("llama4", "minimax-m2", "gpt-4o")),

@@ -82,9 +82,41 @@ def test_rows_without_logits_skip_the_blocks_that_only_read() -> None:
     cost = cost_of(1)
     skipping = CostModel(cost.profile, replace(cost.shape, skipped_from=2), cost.workload)
     assert ring_first_token_s(skipping, (0,), (6,), 192) == pytest.approx(3 * 2 * 10e-3 + 4 * 1e-3 + HEAD_S)
-    shape = model_shape(published_config("gemma-4-E2B"), "int8")  # type: ignore[arg-type]
-    assert shape.skipped_from == 15 and shape.n_layer == 35
     assert model_shape(published_config("gemma-4-31B"), "int8").skipped_from is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cut", [15, 24])
+def test_the_plan_of_e2b_knows_which_rows_skip_its_last_blocks(cut: int) -> None:
+    """Of 192 rows one gives logits: it alone is computed in the blocks 15 to 34, and travels there with all its columns."""
+    shape = model_shape(published_config("gemma-4-E2B"), "int8")  # type: ignore[arg-type]
+    assert shape.skipped_from == 15 and shape.n_layer == 35 and shape.cut_bytes is not None
+    profile, work = cost_of(2, memory_bytes=10_000 * MB).profile, Workload(1, 256)
+    profile = replace(profile, config_hash=shape.config_hash, format="int8")  # whose times are not scaled
+
+    def block_s(block: int, position: int, n_rows: int) -> float:
+        of = shape.blocks[block]
+        weights = of.macs / shape.reference.macs * dict(BLOCK_S)[n_rows]
+        return weights + of.attention_macs(position, n_rows) / RATE
+
+    def stage_s(blocks: range, position: int) -> float:
+        whole = sum(block_s(i, position, 64) for i in blocks if i < 15)
+        return whole + (position == 128) * sum(block_s(i, 191, 1) for i in blocks if i >= 15)
+
+    lone = sum(stage_s(range(35), position) for position in (0, 64, 128)) + HEAD_S
+    one = replace(profile, nodes=profile.nodes[:1])
+    told = plan(one, shape, work, prompt_tokens=192).first_token
+    assert told is not None and told.seconds == pytest.approx(lone)
+    whole = plan(one, replace(shape, skipped_from=None), work, prompt_tokens=192).first_token
+    all_rows = sum(block_s(i, position, 64) for i in range(35) for position in (0, 64, 128)) + HEAD_S
+    assert whole is not None and whole.seconds == pytest.approx(all_rows) and all_rows > 2 * lone
+
+    spec = spec_of(published_config("gemma-4-E2B"))  # type: ignore[arg-type]
+    beside = 4 * spec.row_at(cut).cached.width  # the keys and values that all blocks from 15 on read
+    assert 0 < beside < shape.cut_bytes[cut] - shape.row_bytes, "inputs of blocks are columns, too"
+    sent = 64 * beside + shape.cut_bytes[cut] - beside
+    ring = sum(stage_s(range(cut), position) for position in (0, 64, 128)) + stage_s(range(cut, 35), 128) + HEAD_S
+    ring += LINK_S + sent / 125e6 + LINK_S + shape.row_bytes / 125e6
+    assert ring_first_token_s(CostModel(profile, shape, work), (0, 1), (cut, 35 - cut), 192) == pytest.approx(ring)
 
 
 def test_a_group_sums_the_rows_of_each_piece() -> None:

@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from mdi.checkpoint.gguf import read_gguf
-from mdi.checkpoint.gguftokenizer import write_tokenizer
+from mdi.checkpoint.gguftokenizer import tokenizer_fields, write_tokenizer
 from mdi.errors import MdiError
 from mdi.text.templates import ChatTemplate, read_template
 from mdi.text.texts import TextCodec
@@ -116,6 +116,19 @@ def test_published_tokenizers_give_the_ids_of_transformers(name: str, tmp_path: 
     assert len(written) > 5
     for text, ids in written:
         assert tokenizer.encode_rendered(text) == ids
+
+
+@pytest.mark.parametrize(("name", "cut"), [("deepseek_v3", "deepseek-v3"), ("gptoss", "gpt-4o")])
+def test_the_fields_of_a_gguf_file_give_the_ids_of_transformers(name: str, cut: str, tmp_path: Path) -> None:
+    """Cuts have the names of llama.cpp. (Qwen's tokenizers normalize letters first, for which files have no field.)"""
+    folder = published(f"tokenizers/{name}/tokenizer.json").parent
+    n_tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(with_added_tokens=True)
+    fields = tokenizer_fields(folder, n_tokens)
+    assert fields["tokenizer.ggml.pre"] == cut
+    write_tokenizer(fields, tmp_path, folder)
+    found = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ids = [found.encode(text, add_special_tokens=False).ids for text in all_texts()]
+    assert ids == expected("tokenizers")[name]["texts"]
 
 
 def test_the_vocabulary_of_qwen_2_gives_the_ids_of_tiktoken(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class ModelShape:
         runtime_bytes: memory of a process as soon as it computes: workspace of kernels, and the allocator's reserve.
         cuts: where it may be cut (ModelSpec.allowed_cuts); None is everywhere.
         cut_bytes: one position's activations on the wire at each cut (ModelSpec.row_at); None: `row_bytes` everywhere.
+        cached_bytes: of these, those of columns for caches; None: there are none.
         skipped_from: the block from which on only rows that give logits are computed; None: all compute all rows.
         is_tied: whether the embedding is the head's weight, which alone is held.
         copied: at each cut, the blocks in front of it whose caches blocks behind it read (ModelSpec.caches_before); None: none.
@@ -132,6 +133,7 @@ class ModelShape:
     kv_dtype: str = "float32"
     cuts: tuple[int, ...] | None = None
     cut_bytes: tuple[int, ...] | None = None
+    cached_bytes: tuple[int, ...] | None = None
     skipped_from: int | None = None
     copied: tuple[tuple[int, ...], ...] | None = None
     is_tied: bool = False
@@ -252,7 +254,8 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str, is_tied: bool 
     copied = tuple(tuple(spec.caches_before(cut)) for cut in range(spec.n_layer + 1))
     has_latents = any(isinstance(block.mixer, LatentAttention) for block in spec.kinds)
     whole = _whole_in_groups(config, tensors) if has_latents else set()
-    widths = [spec.row_at(cut).width for cut in range(spec.n_layer + 1)]
+    layouts = [spec.row_at(cut) for cut in range(spec.n_layer + 1)]
+    widths, cached = [one.width for one in layouts], [one.cached.width for one in layouts]
     return ModelShape(
         name=config.name,
         config_hash=config_hash(config),
@@ -274,6 +277,7 @@ def cached_shape(config: ModelConfig, format: str, kv_dtype: str, is_tied: bool 
         kv_dtype=kv_dtype,
         cuts=tuple(cuts) if len(cuts := spec.allowed_cuts()) <= spec.n_layer else None,
         cut_bytes=tuple(n * form.value_bytes for n in widths) if max(widths) > spec.width else None,
+        cached_bytes=tuple(n * form.value_bytes for n in cached) if any(cached) else None,
         skipped_from=spec.skipped_from if spec.skipped_from < spec.n_layer else None,
         copied=copied if any(copied) else None,
         is_tied=is_tied,

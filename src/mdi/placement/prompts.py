@@ -92,10 +92,10 @@ def attention_macs_s(cost: CostModel, i: int) -> float:
 
 
 def _sent_bytes(cost: CostModel, cut: int, piece: Piece) -> float:
-    """What travels behind a stage: rows that no block behind needs stay away."""
+    """What travels behind a stage: of rows that no block behind computes, only the columns for caches."""
     shape = cost.shape
     if cut == cost.n_layer:
         return piece.is_last * shape.row_bytes
-    beside = shape.row_bytes_at(cut) - shape.row_bytes
-    n_hidden = piece.is_last if shape.skipped_from is not None and cut >= shape.skipped_from else piece.n_rows
-    return n_hidden * shape.row_bytes + piece.n_rows * beside
+    cached = 0 if shape.cached_bytes is None else shape.cached_bytes[cut]
+    n_whole = piece.is_last if shape.skipped_from is not None and cut >= shape.skipped_from else piece.n_rows
+    return n_whole * (shape.row_bytes_at(cut) - cached) + piece.n_rows * cached
