@@ -13,8 +13,8 @@ from test_surfaces import asked, events_of
 
 from mdi.serve import api_errors
 from mdi.serve.api_errors import ApiError
-from mdi.serve.conversation import sealed
 from mdi.serve.responses import RESPONSES, ResponseRequest
+from mdi.serve.seals import sealed
 from test_harmony import ANALYSIS, CALL, FINAL, NEXT, TOOL, ids_of, prompt_of_conversation, write_texts
 from test_thoughts import TEMPLATES
 
@@ -268,7 +268,8 @@ def refused(call: Callable[[], Any]) -> tuple[str | None, str]:
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"), ({"prompt": {"id": "p"}}, "prompt"), ({"instructions": ["a"]}, "instructions"),
-        ({"tools": {}}, "tools"), ({"tools": [1]}, "tools"), ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": {}}, "tools"), ({"tools": 5}, "tools"), ({"tools": [1]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [LOOK] * 129}, "tools"), ({"tools": [{**LOOK, "parameters": 1}]}, "tools[0].parameters"),
         ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "tools": [1]}}, "tools"), ({"max_output_tokens": 0}, "max_output_tokens"),
