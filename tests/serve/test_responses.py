@@ -289,9 +289,23 @@ def test_nothing_that_was_kept_can_be_asked_for() -> None:
 
 
 def test_errors_before_a_stream_are_openais(folder: Path) -> None:
-    begins, data = asked(folder, RESPONSES, {"input": "x" * 3000, "stream": True}, FINAL, "eos")
+    begins, data = asked(folder, RESPONSES, {"input": [], "stream": True}, FINAL, "eos")
+    error = json.loads(data)["error"]
+    assert begins[0][0] == 400 and (error["param"], error["code"]) == ("input", "invalid_value")
+
+
+@pytest.mark.parametrize("n", [900, 3000], ids=["in tokens", "in characters"])
+def test_a_stream_tells_of_a_prompt_that_is_too_long(folder: Path, n: int) -> None:
+    """Codex makes its chat shorter after this event, and not after the same error with a status."""
+    long = "x" * n
+    events = streamed(folder, FINAL, input=long)
+    assert kinds(events) == [*BEGIN, "failed"]
+    told = events[-1]["response"]
+    assert (told["status"], told["output"], told["error"]["code"]) == ("failed", [], "context_length_exceeded")
+    begins, data = asked(folder, RESPONSES, {"input": long}, FINAL, "eos")
     error = json.loads(data)["error"]
     assert begins[0][0] == 400 and (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    assert told["error"]["message"] == error["message"]
 
 
 def test_reasoning_words_and_calls_that_follow_each_other_are_one_turn() -> None:

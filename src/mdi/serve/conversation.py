@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from mdi.errors import CheckpointError, Code, UsageError
-from mdi.serve.api_errors import ApiError, invalid
+from mdi.serve.api_errors import TOO_LONG, ApiError, invalid
 from mdi.serve.models import LoadedModel
 from mdi.serve.request import CommonFields, Opened, check_characters, check_prompt, checked_text, encoded
 from mdi.serve.tools import ToolUse
@@ -147,7 +147,7 @@ class Conversation:
                 return await self._rendered(template, in_words, None, tools, values)
             if e.code is Code.REMOVED:
                 raise ApiError(503, str(e), "engine_ended") from None
-            code = {Code.LENGTH: "context_length_exceeded", Code.COSTLY: "chat_template"}.get(e.code)
+            code = {Code.LENGTH: TOO_LONG, Code.COSTLY: "chat_template"}.get(e.code)
             raise ApiError(400, f"{self.param}: {e}", code, self.param) from None
 
 
@@ -165,16 +165,24 @@ class ChatRequest:
 
     Attributes:
         streams_calls: whether a stream of its API has arguments of calls in pieces.
+        streams_too_long: whether a stream tells by itself that a prompt is too long, where else an error has its own status.
     """
 
     streams_calls = True
+    streams_too_long = False
     fields: CommonFields
     conversation: Conversation
     n_texts = 1
 
     async def opened(self, model: LoadedModel) -> Opened:
         """Raises ApiError: the template refuses it, or the model cannot continue it."""
-        return await self.conversation.opened(model, self.fields, self.streams_calls and self.fields.is_streamed)
+        is_streamed = self.fields.is_streamed
+        try:
+            return await self.conversation.opened(model, self.fields, self.streams_calls and is_streamed)
+        except ApiError as e:
+            if not (self.streams_too_long and is_streamed and e.is_too_long):
+                raise
+            return Opened((), partial(AnswerStream, model.codec, WORDS), failure=e)
 
 
 def _with_instructions(messages: list[dict[str, Any]], instructions: str) -> list[dict[str, Any]]:

@@ -234,9 +234,7 @@ class _Message(Growing):
 
 def error_of(error: ApiError) -> dict[str, Any]:
     kind = OWN_TYPES.get(error.status) or TYPES.get(error.status, "api_error")
-    # By these words agents know that a chat is to be made shorter.
-    is_long = error.body["error"]["code"] == "context_length_exceeded"
-    message = f"prompt is too long: {error}" if is_long else str(error)
+    message = f"prompt is too long: {error}" if error.is_too_long else str(error)  # words that agents look for
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 

@@ -72,6 +72,8 @@ class ResponseRequest(ChatRequest):
         given: its fields.
     """
 
+    streams_too_long = True  # agents do not look for its code in the body of a 400
+
     def __init__(self, body: Any) -> None:
         self.given = fields = read_fields(ResponseFields, body)
         for name in KEPT:
