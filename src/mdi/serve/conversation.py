@@ -95,6 +95,8 @@ class Conversation:
         given = (turn.content for turn in self.turns if turn.role != "assistant" and turn.content)
         check_characters(model, sum(len(content.strip()) for content in given), self.param)
         tools = self.tools.tools
+        described = (tool["function"].get("description") or "" for tool in tools)  # few templates write whole schemas
+        check_characters(model, sum(len(one.strip()) for one in described), "tools")
         template = model.template.for_chat(has_tools=bool(tools))
         form = model.form_of(template)
         has_grammar = fields.grammar is not None  # the form of such an answer holds from its first token on
