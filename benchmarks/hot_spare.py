@@ -14,12 +14,21 @@ import argparse
 import os
 import signal
 import statistics
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import on_path  # noqa: F401
 from records import add_json_flag, save
-from recovery import N_TOKENS_BEFORE, ROOT, run
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the children inherit it
+ROOT = Path(__file__).resolve().parents[1]
+N_TOKENS_BEFORE = 20  # of each text, before the node is lost
+DEADLINE_S = 300.0
+SILENCE_S = 6.0
+REPLAY_BYTES = 256 << 20  # where rows are sent again
 
 WAYS: dict[str, dict[str, Any]] = {
     "hot spare": {"hot_spare": ("secondary0",)},
@@ -39,7 +48,6 @@ def main() -> None:
     parser.add_argument("--quantize", default=None)
     add_json_flag(parser, "hot_spare")
     args = parser.parse_args()
-    args.replay_memory, args.silence_s, args.predict = 256, 6.0, False
     settings = {key: getattr(args, key) for key in ("nodes", "times", "positions", "texts", "n_tokens", "quantize")}
     calm = [speed(args, hot, int(n)) for n in args.texts.split(",") for _ in range(args.times) for hot in (False, True)]
     kills: list[dict[str, Any]] = []
@@ -73,6 +81,77 @@ def speed(args: argparse.Namespace, has_hot: bool, n_texts: int) -> dict[str, An
     row = {"has_hot": has_hot, "texts": n_texts, "tokens_s": found["tokens_s"]}
     print(row, flush=True)
     return row
+
+
+def run(args: argparse.Namespace, ring: Any, lose: Any, **changes: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    """Token ids, with `changes` of the options; and how long after the loss the ring was formed and the next token came."""
+    from mdi.engine.sequence import SamplingParams
+    from mdi.files import default_cache_dir
+    from mdi.run.nodes import GivenNodes
+    from mdi.run.run import Run
+    from mdi.spec.options import StarterOptions
+
+    options = StarterOptions(
+        ckpt=args.ckpt, device="cpu", quantize=args.quantize, quantize_head=args.quantize, placement="even", wait_s=120,
+        cache_dir=default_cache_dir(), threads=1, silence_s=SILENCE_S, replay_memory=REPLAY_BYTES,
+        draft="none",
+    )  # fmt: skip
+    options = replace(options, **changes)
+    node = Run(
+        GivenNodes(ring.cluster, look=ring.check), options, args.n_prompt + args.n_tokens, n_texts=args.n_samples
+    )
+    times = {"lost": 0.0, "formed": 0.0, "first": 0.0}
+    result: dict[str, Any] = {}
+    try:
+        node.open()
+        note_forming(node, times)
+        for i in range(args.n_samples):
+            prompt = [1 + (7 * i + k) % 200 for k in range(args.n_prompt)]
+            node.submit("", prompt, SamplingParams(args.n_tokens, temperature=0.0))
+        thread = threading.Thread(target=disturb, args=(node, lose, times))
+        if lose is not None:
+            thread.start()
+        node.read()
+        if lose is not None:
+            thread.join()
+            (recovery,) = node.metrics().recoveries
+            lost_s = times["lost"]
+            result |= {"from_loss_s": times["first"] - lost_s, "formed_s": times["formed"] - lost_s, **recovery}
+        began = max(sample._begin + sample.token_times_s[0] for sample in node.samples)
+        ended = min(sample._begin + sample.token_times_s[-1] for sample in node.samples)
+        n_between = sum(began <= s._begin + t <= ended for s in node.samples for t in s.token_times_s)
+        result["tokens_s"] = (n_between - len(node.samples)) / (ended - began)  # while all texts decode
+        node.close()
+        return [list(sample.token_ids) for sample in node.samples], result
+    finally:
+        node.close()
+
+
+def note_forming(node: Any, times: dict[str, float]) -> None:
+    """Note when another ring is formed."""
+    policy = node.loop.policy
+    formed = policy.formed
+
+    def noted(*args: Any) -> Any:
+        times["formed"] = time.perf_counter()
+        return formed(*args)
+
+    policy.formed = noted
+
+
+def disturb(node: Any, lose: Any, times: dict[str, float]) -> None:
+    """Lose a node when every text has some tokens, and wait for the next one."""
+    deadline = time.monotonic() + DEADLINE_S
+    while min(len(s.token_ids) for s in node.samples) < N_TOKENS_BEFORE and time.monotonic() < deadline:
+        time.sleep(0.002)
+    lose()
+    times["lost"] = time.perf_counter()
+    while time.monotonic() < deadline:
+        recoveries = node.metrics().recoveries
+        if recoveries and recoveries[-1]["seconds"] is not None:
+            times["first"] = node.engine.first_token_s
+            return
+        time.sleep(0.002)
 
 
 def show(kills: list[dict[str, Any]], calm: list[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ contiguous split of the model over all its nodes in the order of the nodes file,
 default placement and with `even`. Rates are of decoding, from each sample's first token on.
 
     placement_ring.py --quotas 0.6,0.3,0.15 --sequences 24 --json ring.json
-    placement_ring.py --quotas 0.3,0.15,0.3,0.6 --clients 1,2,4     GMA against OPA, where two nodes hold the model
+    placement_ring.py --quotas 0.6,0.15,0.3,0.6 --clients 1,2,4     GMA against OPA, where two nodes hold the model
     placement_ring.py --quotas 0.25,0.5,0.75,1 --profile-only       a block's time over fractions of a core
 """
 
@@ -186,14 +186,9 @@ class Cluster:
 
         ports = iter(free_ports(2 * len(self.shares)))
         entries = [
-            {
-                "addr": "127.0.0.1",
-                "communication": {"port": next(ports)},
-                "inference": {"port_in": next(ports)},
-                "threads": 1,
-            }
+            {"addr": "127.0.0.1", "communication": {"port": next(ports)}, "inference": {"port_in": next(ports)}, "threads": 1}
             for _ in self.shares
-        ]
+        ]  # fmt: skip
         nodes = folder / "nodes.json"
         nodes.write_text(json.dumps({"nodes": {"starter": entries[0], "secondary": entries[1:]}}))
         for i in range(1, len(self.shares)):
@@ -217,12 +212,8 @@ class Cluster:
 
     def run(self, secondaries: list[int], counts: tuple[int, ...], sequences: int, n_tokens: int) -> dict[str, Any]:
         """One run; secondaries by their place in the ring, from 1 on."""
-        job = {
-            "secondaries": [i - 1 for i in secondaries],
-            "counts": counts,
-            "sequences": sequences,
-            "n_tokens": n_tokens,
-        }
+        others = [i - 1 for i in secondaries]
+        job = {"secondaries": others, "counts": counts, "sequences": sequences, "n_tokens": n_tokens}
         result: dict[str, Any] = json.loads(self._ask(self._starter, json.dumps(job)))
         return result
 
@@ -364,7 +355,8 @@ def against(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, 
     half = cost.n_layer // 2
     rows = []
     for clients in map(int, args.clients.split(",")):
-        work = Workload(clients, cost.workload.sequence_length)
+        n_texts = clients * args.batch
+        work = Workload(n_texts, cost.workload.sequence_length)
         wide = CostModel(cost.profile, cost.shape, work)
         room = [wide.memory(i, 0, half, 2).total + wide.shape.blocks[0].weight_bytes // 2 for i in range(cost.n_nodes)]
         nodes = tuple(replace(n, memory_bytes=b) for n, b in zip(cost.profile.nodes, room, strict=True))
@@ -374,7 +366,7 @@ def against(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, 
         rates: dict[str, list[float]] = {method: [] for method in chosen}
         for _ in range(args.repeats):
             for method, p in chosen.items():
-                rates[method].append(cluster.run(list(p.order[1:]), p.counts, clients, args.n_tokens)["tokens_s"])
+                rates[method].append(cluster.run(list(p.order[1:]), p.counts, n_texts, args.n_tokens)["tokens_s"])
         for method, p in chosen.items():
             predicted = tight.predict(p.order, p.counts).tokens_s
             row = {"clients": clients, "method": method, "nodes": p.names, "counts": p.counts,
@@ -382,7 +374,7 @@ def against(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, 
             rows.append(row)
             print(f"{clients} clients, {method}: {p.names} {p.counts}, {row['tokens_s']:.1f} tokens/s "
                   f"({min(rates[method]):.1f} to {max(rates[method]):.1f}), predicted {predicted:.1f}", flush=True)  # fmt: skip
-    return {"against": rows}
+    return {"against": rows, "batch": args.batch}
 
 
 def main() -> None:
@@ -395,9 +387,8 @@ def main() -> None:
     parser.add_argument(
         "--skip-below", type=float, default=0.0, help="leave out splits predicted below this part of the best"
     )
-    parser.add_argument(
-        "--clients", help="compare GMA and OPA with so many sequences, e.g. 1,2,4, instead of all splits"
-    )
+    parser.add_argument("--clients", help="compare GMA and OPA with so many clients, e.g. 1,2,4, instead of all splits")
+    parser.add_argument("--batch", type=int, default=1, help="texts of a client (%(default)s)")
     parser.add_argument("--profile-only", action="store_true", help="only measure the nodes")
     add_json_flag(parser, "placement-ring")
     parser.add_argument("--child-profile", nargs=2, help=argparse.SUPPRESS)

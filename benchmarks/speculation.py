@@ -15,7 +15,6 @@ cases:
   draft       nano-llama with its small model, three nodes with stages of 8 ms, temperature 0 and 0.8; and one without the wait
   copy        a text that copies its prompt, but for one token in forty, and repetitions as the only source
   schema      JSON bound by a schema (needs llguidance)
-  quotas      the oracle over real nodes with a share of a core each (needs root; not among the default cases)
   never       sampled texts that do not repeat themselves, over real nodes with --draft auto: what looking for guesses costs;
               and the small model over three nodes that share these cores, where it cannot pay
 """
@@ -26,7 +25,6 @@ import argparse
 import contextlib
 import itertools
 import math
-import os
 import random
 import statistics
 import tempfile
@@ -51,20 +49,15 @@ DRAFT = ROOT / "assets" / "nano-llama-draft"
 from guessing_model import best, learned_speed  # noqa: E402
 from mdi.cancel import Cancel  # noqa: E402
 from mdi.checkpoint.packing import Packing  # noqa: E402
-from mdi.checkpoint.parts import part_of, stage_parts  # noqa: E402
-from mdi.checkpoint.shapes import model_shapes  # noqa: E402
+from mdi.checkpoint.parts import stage_parts  # noqa: E402
 from mdi.engine.guesses import DraftModel  # noqa: E402
 from mdi.engine.rows import ArrayRows  # noqa: E402
 from mdi.engine.scheduler import Scheduler  # noqa: E402
 from mdi.engine.sequence import Constraint, SamplingParams  # noqa: E402
 from mdi.engine.speculation import Speculation, most_frames, tokens_per_s  # noqa: E402
 from mdi.engine.starter import StarterEngine  # noqa: E402
-from mdi.host.threads import n_threads  # noqa: E402
-from mdi.kernels.slices import Slice, SliceTable  # noqa: E402
-from mdi.model.plain import ModelConfig  # noqa: E402
 from mdi.net.ring import LoopbackRing  # noqa: E402
 from mdi.net.wire import Frame  # noqa: E402
-from mdi.placement.kernel_bench import random_weights  # noqa: E402
 from mdi.run.local import LocalRing  # noqa: E402
 from mdi.run.nodes import GivenNodes, OwnProcesses  # noqa: E402
 from mdi.run.run import Run  # noqa: E402
@@ -74,9 +67,7 @@ from mdi.spec.window import WindowMemory, WindowOptions  # noqa: E402
 from mdi.stages.building import WeightPlacer, kernel_weights  # noqa: E402
 from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
 from mdi.stages.model_family import ModelFamily  # noqa: E402
-from random_checkpoint import config_of, make_checkpoint  # noqa: E402
 from records import save, told  # noqa: E402
-from ring.quota import Quotas  # noqa: E402
 
 LONG_TEXT = 8000  # tokens in simulated time: few wrong guesses decide about a short text
 
@@ -302,49 +293,6 @@ def measure_never(
     }  # fmt: skip
 
 
-def measure_quotas(args: argparse.Namespace, folder: Path, n_nodes: int, p: float) -> dict[str, Any]:
-    """Real nodes with weights of chance (304 M, int8), each with a share of a core by the kernel's quota; an oracle as source.
-
-    All nodes read the same memory, and those that compute guesses at the same time share it.
-    """
-    made = StarterOptions(
-        ckpt=folder,
-        prompt_style="none",
-        device="cpu",
-        quantize="int8",
-        quantize_head="int8",
-        placement="even",
-        draft="auto",
-    )
-    n_tokens = min(args.n_tokens, 150)
-    params = SamplingParams(n_tokens, temperature=1.0, top_k=None)
-    with (
-        LocalRing(n_nodes, None, 1, folder, False, False) as ring,
-        Run(GivenNodes(ring.cluster, look=ring.check), made, n_tokens + 3) as run,
-        contextlib.closing(Quotas()) as quotas,
-    ):
-        for pid in (os.getpid(), *ring.pids):
-            quotas.limit(pid, args.quota)
-        ratios, plain = [], []
-        for _ in range(args.rounds):
-            run.engine.speculation = None
-            speed, (text,) = speed_of(run, [[5, 9, 11]], params)
-            plain.append(speed)
-            speculation = OracleSpeculation(text, p, args.rows)
-            speculation.begin_ring(n_nodes)
-            run.engine.speculation = speculation
-            before = run.engine.guesses
-            speed, (same,) = speed_of(run, [[5, 9, 11]], params)
-            assert same == text, "another text"
-            ratios.append(speed / plain[-1])
-        guesses = [now - then for now, then in zip(run.engine.guesses, before, strict=True)]
-    return {
-        "case": f"quotas of {args.quota:g} core, {n_nodes} nodes, p {p:g}", "nodes": n_nodes, "p": p,
-        "plain_tokens_s": statistics.median(plain), "ratio": statistics.median(ratios), "lowest": min(ratios),
-        "guessed": guesses[0], "confirmed": guesses[1],
-    }  # fmt: skip
-
-
 NEVER: dict[str, tuple[int, int, dict[str, Any]]] = {  # texts, nodes and options
     "one text": (1, 1, {}),
     "one text, int4": (1, 1, {"quantize": "int4", "quantize_head": "int4"}),
@@ -436,36 +384,13 @@ def formulas(args: argparse.Namespace, p: float, n_nodes: int, link_s: float) ->
 
 
 def price_of(args: argparse.Namespace) -> Callable[[int], float]:
-    """Of so many rows, as a part of one: given, or measured."""
+    """Of so many rows, as a part of one."""
     prices = args.prices
 
     def price(n: int) -> float:
         return float(prices[n - 1]) if n <= len(prices) else prices[-1] * n / len(prices)
 
     return price
-
-
-def measured_prices(form: str, most_rows: int, n_blocks: int = 4) -> list[float]:
-    """Of blocks of the 1.1 B shape (TinyLlama) with weights of chance, on the cores that there are."""
-    config = ModelConfig.from_litgpt(config_of("tiny-llama-1.1b"))
-    shapes = model_shapes(config, config.name)
-    parts = {
-        f"block.{i}": random_weights({n: s for n, s in shapes.items() if part_of(n) == f"block.{i}"}, Packing(form, form))
-        for i in range(n_blocks)
-    }  # fmt: skip
-    stage = KernelStage(spec_of(config), 0, n_blocks, Resident(parts, parts.__getitem__), n_threads())
-    stage.prepare(4096)
-    x = np.random.default_rng(1).standard_normal((most_rows, config.n_embd), dtype=np.float32)
-    times: dict[int, list[float]] = {n: [] for n in range(1, most_rows + 1)}
-    at = 0
-    for _ in range(60):
-        for n in times:
-            begin = time.perf_counter()
-            stage(x[:n], SliceTable([Slice(1, at, n, n)]))
-            times[n].append(time.perf_counter() - begin)
-            at += n
-    one = statistics.median(times[1])
-    return [statistics.median(times[n]) / one for n in times]
 
 
 def main() -> None:
@@ -490,10 +415,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="rows of a frame, at most")
     parser.add_argument("--stage-ms", type=float, default=16.0)
     parser.add_argument("--row-price", type=float, default=0.1, help="of each further row, as a part of one")
-    parser.add_argument("--quota", type=float, default=0.2, help="share of a core of each node (%(default)s)")
-    parser.add_argument(
-        "--price-of", metavar="FORMAT", help="measure the rows' price instead, with blocks of the 1.1 B shape"
-    )
     parser.add_argument(
         "--processes", type=int, default=4, help="rings of the oracle at the same time; they mostly wait"
     )
@@ -506,11 +427,7 @@ def main() -> None:
         args.nodes, args.links_ms, args.p, args.n_tokens, args.rounds = [1, 4], [0], [0.8], 150, 1
     model = Model(args.ckpt, args.format)
     rows: list[dict[str, Any]] = []
-    args.prices = (
-        measured_prices(args.price_of, args.rows)
-        if args.price_of
-        else [1 + args.row_price * n for n in range(args.rows)]
-    )
+    args.prices = [1 + args.row_price * n for n in range(args.rows)]
     price = price_of(args)
     print("price of rows: " + ", ".join(f"{n:.2f}" for n in args.prices), flush=True)
 
@@ -570,12 +487,6 @@ def main() -> None:
         for name, (n_texts, n_nodes, options) in NEVER.items():
             if name in (args.never or NEVER):
                 add(measure_never(name, args, 1 if args.short else args.never_rounds, n_texts, n_nodes, **options))
-    if "quotas" in args.case:
-        with tempfile.TemporaryDirectory() as place:
-            make_checkpoint(Path(place), "nano-llama-304m")
-            for n_nodes in args.nodes:
-                for p in args.p:
-                    add(measure_quotas(args, Path(place), n_nodes, p))
     if args.json is not None:
         save(args.json, {"rows": rows, "prices": args.prices, "arguments": told(args, "json")})
 

@@ -265,24 +265,58 @@ def family_blocks() -> str:
 def guesses(name: str) -> str:
     """Cases of speculation.py, other than those of its main table."""
     result = load(name)
-    has_ideal = any("simulated" in one for one in result["rows"])
     rows = [
         [one["case"], f"{one['plain_tokens_s']:.1f}", f"**{one['ratio']:.2f}**", f"{one['lowest']:.2f}",
-         *([f"{one['simulated']:.2f}"] if has_ideal else []), f"{one['confirmed']:,} of {one['guessed']:,}"]
+         f"{one['confirmed']:,} of {one['guessed']:,}"]
         for one in result["rows"]
     ]  # fmt: skip
-    head = ["case", "without, tokens/s", "times", "lowest", *(["ideal"] if has_ideal else []), "right guesses"]
-    return measured(result, markdown(head, rows))
+    return measured(result, markdown(["case", "without, tokens/s", "times", "lowest", "right guesses"], rows))
 
 
 def swarm() -> str:
     rows = [
         [name, f"{one['near']:.0%}", f"{one['zero']:.0%}", f"{one['median']:.2f}", f"{one['moves_per_hour']:.0f}",
-         f"{one['blocks_per_hour']:.0f}"]
+         f"{one['blocks_per_hour']:.0f}", f"{one['loading']:.2f}"]
         for name, one in load("swarm")["figure"].items()
     ]  # fmt: skip
-    head = ["", "within 15 % of the bound", "at zero", "median share", "moves per hour", "blocks per hour"]
+    head = [
+        "",
+        "within 15 % of the bound",
+        "at zero",
+        "median share",
+        "moves per hour",
+        "blocks per hour",
+        "mean share, if a block takes 10 s to load",
+    ]
     return markdown(head, rows)
+
+
+def compression() -> str:
+    result, rows = load("seed_numbers"), []
+    for one, many in zip(*[iter(result["compression"])] * 2, strict=True):  # a row, and 64
+        us = [f"{one[what] * 1e6:.0f}; {many[what] / many['rows'] * 1e6:.1f}" for what in ("encode_s", "decode_s")]
+        shares = [f"{case['bytes'] / result['width'] / 4:.1%}" for case in (one, many)]
+        rows.append([one["way"], "; ".join(shares), *us, f"{many['error']:.2%}"])
+    head = ["", "bytes, of float32: 1 row; 64", "us a row, to encode: 1; 64", "to decode: 1; 64", "error"]
+    return measured(result, markdown(head, rows))
+
+
+def nf4() -> str:
+    forms = ("nf4", "int4", "q4_k")
+    rows = [[one["weights"], *(f"{one[form]:.2%}" for form in forms)] for one in load("seed_numbers")["errors"]]
+    return markdown(["weights", *forms], rows)
+
+
+def placement_clients() -> str:
+    result, rows = load("placement_clients"), {"gma": ["GMA"], "opa": ["OPA"], "throughput": ["here"]}
+    for one in result["against"]:
+        n_tokens = one["clients"] * result["batch"] * 10
+        blocks = " ".join(
+            f"S{1 + int(name[9:] or -1) + 1}:{k}" for name, k in zip(one["nodes"], one["counts"], strict=True)
+        )
+        rows[one["method"]].append(f"{n_tokens / one['tokens_s']:.2f} ({blocks})")
+    head = ["", *(f"{n}" for n in dict.fromkeys(one["clients"] for one in result["against"]))]
+    return measured(result, markdown(head, list(rows.values())))
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -295,14 +329,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality": quality,
     "recovery-rates": recovery_rates,
     "finetune-speed": partial(finetuning, "passes"),
-    "finetune-epochs": partial(finetuning, "epochs"),
-    "finetune-adapters": partial(finetuning, "adapters"),
     "speculation": speculation,
     "speculation-sources": lambda: guesses("speculation_sources"),
     "speculation-never": lambda: guesses("speculation_never"),
-    "speculation-1b": lambda: guesses("speculation_1b"),
-    "speculation-quotas": lambda: guesses("speculation_quotas"),
     "swarm": swarm,
+    "compression": compression,
+    "nf4": nf4,
+    "placement-clients": placement_clients,
     "tensor-speed": tensor_speed,
     "tensor-speed-waiting": tensor_speed_waiting,
     "tensor-sums": tensor_sums,

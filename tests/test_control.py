@@ -519,7 +519,7 @@ def spots(data: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 GOOD = json.loads(json.dumps(REQUEST.to_json()))
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=150)
 @given(changes=st.lists(st.tuples(st.sampled_from(spots(GOOD)), JSON), min_size=1, max_size=3), whole=st.none() | JSON)
 def test_any_json_is_taken_or_refused_with_a_client_error(
     changes: list[tuple[tuple[Any, ...], Any]], whole: Any

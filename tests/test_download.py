@@ -253,9 +253,10 @@ def test_choose_files() -> None:
     assert choose_files(["a.bin", "training_args.bin"]) == ["a.bin"]
 
 
-def test_the_command_from_the_hub_to_chunks(hub: HubServer, tmp_path: Path) -> None:
+def test_the_command_from_the_hub_to_chunks(hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a newcomer would call it: another process, HF_ENDPOINT set, then again without a hub."""
-    command = [sys.executable, SRC / "prepare_model.py", "org/plain", "--ckpt-folder", tmp_path / "m", "--n-nodes", "2"]
+    words = ["org/plain", "--ckpt-folder", str(tmp_path / "m"), "--n-nodes", "2"]
+    command = [sys.executable, SRC / "prepare_model.py", *words]
     env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     first = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert first.returncode == 0, first.stderr
@@ -263,8 +264,8 @@ def test_the_command_from_the_hub_to_chunks(hub: HubServer, tmp_path: Path) -> N
     assert str(chunk) in first.stdout
     assert load_file(chunk)
     n_requests = len(hub.requests)
-    second = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
-    assert (second.returncode, second.stdout) == (0, first.stdout)
+    assert launch("prepare-model", words) == 0
+    assert capsys.readouterr().out == first.stdout
     assert len(hub.requests) == n_requests
     index = json.loads((tmp_path / "m" / "org" / "plain" / MARKER).read_text())
     assert index["commit"] == hub.models["org/plain"].commit

@@ -20,7 +20,10 @@ TABLE = re.compile(r"(\| code \| what happened \|\n\|---\|---\|\n).*?(?=\n\n)", 
 
 def names_in(path: Path) -> set[str]:
     """Codes that a file has."""
-    found = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    text = path.read_text(encoding="utf-8")
+    if "Code." not in text:  # to parse all takes seconds
+        return set()
+    found = ast.walk(ast.parse(text))
     return {
         n.attr for n in found if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "Code"
     }

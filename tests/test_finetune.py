@@ -100,7 +100,7 @@ def losses(out: Path) -> list[float]:
     return [float(line.split(",")[1]) for line in results(out)[0].decode().split()[1:]]
 
 
-@pytest.mark.parametrize("n_nodes", [2, 3])
+@pytest.mark.parametrize("n_nodes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_loss_curve_is_the_same_on_any_number_of_nodes(
     n_nodes: int, alone: Path, checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:

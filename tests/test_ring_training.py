@@ -270,7 +270,15 @@ def test_a_curve_of_200_steps_is_the_same_over_any_nodes_and_when_one_is_killed(
     assert killed_curve(checkpoint, tmp_path, kind, n_steps, 0.002) == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("method", METHODS)
+# One method inside of the blocks and one that has rows before them; the others take the same ways through a run.
+@pytest.mark.parametrize(
+    "method",
+    [
+        "lora",
+        "prefix",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in METHODS if one not in ("lora", "prefix")),
+    ],
+)
 def test_a_node_that_is_killed_changes_no_loss(method: str, checkpoint: Path, tmp_path: Path) -> None:
     kind = TuningKind(method, 2, 4, length=LENGTH)
     alone = curve(checkpoint, tmp_path, 1, kind)

@@ -27,6 +27,17 @@ def test_more_frames_than_the_slowest_stage_lets_through_delay_the_right_token()
     assert simulated_s([False] * 300, 4, 0.01, 0.0, price, 1, 8) > 1.5 * 300 * 0.04
 
 
+@pytest.mark.parametrize(("n_nodes", "link_s"), [(2, 0.0), (4, 0.01), (8, 0.01)])
+@pytest.mark.parametrize("p", [0.5, 0.9])
+def test_more_frames_that_do_not_wait_are_never_worse(n_nodes: int, link_s: float, p: float) -> None:
+    chance = random.Random(4)
+    is_right = [chance.random() < p for _ in range(400)]
+    for n_rows in (1, 2, 4):
+        most = int(n_nodes * (price(n_rows) + link_s / 0.016) / price(n_rows))
+        times = [simulated_s(is_right, n_nodes, 0.016, link_s, price, n_rows, n) for n in range(1, most + 1)]
+        assert all(after <= before * (1 + 1e-9) for before, after in zip(times, times[1:], strict=False))
+
+
 @pytest.mark.parametrize("n_nodes", [1, 4, 8])
 @pytest.mark.parametrize("link_s", [0.0, 0.01])
 @pytest.mark.parametrize("p", [0.5, 0.7, 0.8, 0.9])

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from gpt_models import TEXT, write_gpt2
 
 from gpt.model import PositionGPT, greedy
@@ -30,6 +31,7 @@ def nodes_file(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow  # six programs of stages that seldom change
 def test_nanogpt_from_a_text_to_three_roles(spawn: Spawn, tmp_path: Path) -> None:
     text, data, ckpt = tmp_path / "text.txt", tmp_path / "data", tmp_path / "nano"
     text.write_text(TEXT * 20)

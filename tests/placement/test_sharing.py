@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdi.placement.profile import NodeProfile, share_memory
+from mdi.placement.profile import ClusterProfile, LinkProfile, NodeProfile, left_over, share_memory
 
 GB = 10**9
 NODE = NodeProfile("x", "cpu", 1.0, 8 * GB, GB, 0.0, 1e9, (), (), 0, (), 8 * GB)
@@ -55,3 +55,18 @@ def test_never_more_than_there_is(numbers: list[tuple[int, int, int, str]], free
         assert 0 <= new <= max(free, 0) or not hosts.count(host)
     assert all(a.memory_bytes <= b.memory_bytes for a, b in zip(found, nodes, strict=True))
     assert all(node.memory_bytes >= node.held_bytes + node.process_bytes for node in found)
+
+
+def test_another_model_gets_what_is_left_of_memory_and_time() -> None:
+    """Two nodes of one machine share what is free there; a ring that a node takes part in takes half of its turns."""
+    named = [
+        replace(NODE, name=name, machine=host, block_s=((1, 0.5),), process_bytes=GB)
+        for name, host in zip("abc", "xyy", strict=True)
+    ]
+    links = (LinkProfile("a", "b", 1e-3, 1e8), LinkProfile("a", "d", 1e-3, 1e8))
+    whole = ClusterProfile((*named, replace(NODE, name="d")), links, "", "", "float32")
+    found = left_over(whole, {"a": GB, "b": 4 * GB, "c": 4 * GB}, {"a": 1, "b": 2})
+    assert [node.name for node in found.nodes] == ["a", "b", "c"] and found.links == links[:1]
+    assert [node.memory_bytes / GB for node in found.nodes] == [2, 3, 3], "the process is there already"
+    assert [node.block_s for node in found.nodes] == [((1, 1.0),), ((1, 1.5),), ((1, 0.5),)]
+    assert [node.read_bytes_s for node in found.nodes] == pytest.approx([NODE.read_bytes_s / n for n in (2, 3, 1)])

@@ -70,7 +70,7 @@ def test_latency_is_the_shortest_way_of_all(cost: CostModel) -> None:
 
 
 @given(problems(max_nodes=7, max_blocks=9))
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_every_placement_covers_every_block_once_in_order_within_memory(cost: CostModel) -> None:
     for method in PLACEMENTS:
         found = placed(cost, method)
@@ -86,7 +86,7 @@ def test_every_placement_covers_every_block_once_in_order_within_memory(cost: Co
 
 
 @given(problems(max_nodes=10, max_blocks=12))
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_throughput_is_never_worse_than_the_simple_placements(cost: CostModel) -> None:
     best = placed(cost, "throughput")
     for method in ("even", "latency"):

@@ -222,8 +222,17 @@ def test_a_ring_goes_on_if_the_next_one_cannot_be_loaded(
     assert ids == generate(standalone(), options, n_tokens=len(ids))
 
 
-@pytest.mark.parametrize("is_guessed", [False, True], ids=["plain", "guessed"])
-@pytest.mark.parametrize("kind", ["ring", "window", "memory", "tensor", "tensor with a window", "hybrid"])
+KINDS = ("ring", "window", "memory", "tensor", "tensor with a window", "hybrid")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_guessed"),
+    [
+        *((kind, False) for kind in KINDS),
+        *((kind, True) for kind in ("ring", "tensor", "hybrid")),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("window", "memory", "tensor with a window")),
+    ],
+)
 def test_a_leaving_node_computes_while_others_load_its_blocks(tmp_path: Path, kind: str, is_guessed: bool) -> None:
     """Also of a text of which most tokens are guessed right, before the move and behind it."""
     ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)

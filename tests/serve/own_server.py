@@ -114,7 +114,7 @@ async def server(
     ours, theirs = socket.socketpair()
     adapters = [one.name for one in adapter_names(options.get("adapter", ()))]
     lines, catalog = Lines(ours), Catalog(folder, folder / "one", adapters)
-    chosen = StarterOptions(ckpt=folder / "one", prompt_style="none", device="cpu", placement="even", **options)
+    chosen = StarterOptions(ckpt=folder / "one", prompt_style="none", device="cpu", **{"placement": "even", **options})
     host = ModelHost(NodeSource(lambda: cluster_of(nodes, group=group)), chosen, catalog, 300, lines, pooling=pooling)
     snapshots = Snapshots(host)
     backend = Backend(lines, host, handlers(host, snapshots), snapshots.take)

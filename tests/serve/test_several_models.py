@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from own_server import right, run, server
 
+import clusters
+import mdi.run.choice
 from mdi.cancel import Cancel
 from mdi.errors import Code, EngineError
 from mdi.net.hello import Fault
@@ -29,6 +31,30 @@ def test_two_models_answer_at_the_same_time(folder: Path, nodes: list[SecondaryN
             await made.until(lambda: set(made.client.state.rings) == {"one", "two"})
 
     run(scenario())
+
+
+def test_a_second_model_takes_what_the_first_leaves(
+    folder: Path, nodes: list[SecondaryNode], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node without memory gets none of its blocks; where nothing was measured, they are shared out evenly."""
+    profile = clusters.cluster(*(clusters.node(name) for name in ("starter", *(one.config.name for one in nodes))))
+    monkeypatch.setattr(mdi.run.choice, "measured_cluster", lambda *args: profile)
+
+    async def scenario() -> None:
+        async with server(folder, nodes, placement="throughput") as made:
+            with monkeypatch.context() as patch:
+                patch.setattr(nodes[0].profiler, "available_bytes", lambda device: 0)
+                assert await made.write("two", 20) == right("two", 20)
+            first, second = (made.host.loaded[name].run for name in ("one", "two"))
+            assert len(first.names) == 3 and second.names == ("starter", nodes[1].config.name)
+            assert second.model.measured is first.model.measured is not None
+            assert "shared out evenly" not in caplog.text
+            first.model.measured = second.model.measured = None
+            assert await made.write("three", 20) == right("three", 20)
+            assert "shared out evenly" in caplog.text
+
+    with caplog.at_level("INFO"):
+        run(scenario())
 
 
 def test_a_model_that_cannot_be_used_is_told_and_the_others_continue(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Annotated, Any, TypeVar
@@ -80,6 +80,14 @@ class NodeProfile:
     attention_macs_s: Number = 0.0
     window_bytes: Whole = 0
     expert_hits: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+    def at_pace(self, times: float) -> NodeProfile:
+        """The node where all that it computes takes so many times as long."""
+        return replace(
+            self, n_cores=self.n_cores / times, read_bytes_s=self.read_bytes_s / times,
+            block_s=tuple((rows, s * times) for rows, s in self.block_s),
+            head_s=tuple((rows, s * times) for rows, s in self.head_s),
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         return _plain(dataclasses.asdict(self))
@@ -285,6 +293,25 @@ def share_memory(nodes: Sequence[NodeProfile], hosts: Sequence[str]) -> tuple[No
             part = claim if total <= free else claim * free // total
             shared[i] = replace(nodes[i], memory_bytes=nodes[i].memory_bytes - claim + part)
     return tuple(shared)
+
+
+def left_over(profile: ClusterProfile, free: Mapping[str, int], n_rings: Mapping[str, int]) -> ClusterProfile:
+    """What models that run already leave of measured nodes: the memory that is free now, and a part of the time.
+
+    Rings of one node take turns, and another one gets one turn of all.
+
+    Args:
+        free: of each node that is wanted, bytes for weights and caches.
+        n_rings: of the running models that each node takes part in.
+    """
+    nodes = []
+    for node in profile.nodes:
+        if node.name in free:
+            now = node.at_pace(1 + n_rings.get(node.name, 0))
+            memory_bytes = free[node.name] + node.process_bytes
+            nodes.append(replace(now, memory_bytes=memory_bytes, shared_bytes=free[node.name], held_bytes=0))
+    links = tuple(link for link in profile.links if link.source in free and link.target in free)
+    return replace(profile, nodes=share_memory(nodes, [node.machine or node.name for node in nodes]), links=links)
 
 
 def level_times(nodes: Sequence[NodeProfile], alike: Sequence[Hashable]) -> tuple[NodeProfile, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mdi.cancel import Cancel
@@ -17,6 +18,7 @@ from mdi.checkpoint.parts import stage_parts
 from mdi.checkpoint.shapes import packed_bytes
 from mdi.checkpoint.weights import own_packing, warn_of_rounding
 from mdi.control.client import ControlClient
+from mdi.control.meeting import ASK_S
 from mdi.control.swarm import weights_id
 from mdi.errors import Code, NodeLostError, PlacementError, UsageError
 from mdi.files import default_cache_dir
@@ -40,13 +42,13 @@ from mdi.kernels.weight_formats import (
 from mdi.model.plain import ModelConfig
 from mdi.model.spec import ModelSpec
 from mdi.placement.cost import CostModel
-from mdi.placement.model import Workload, model_shape
+from mdi.placement.model import ModelShape, Workload, model_shape
 from mdi.placement.parallel import GROUPS, TENSOR, ParallelChoice, choose_measured, with_groups
-from mdi.placement.plan import PlanReport
+from mdi.placement.plan import PlanReport, rescaled
 from mdi.placement.planning import choose, format_blocks, profile_cluster
-from mdi.placement.profile import UNLIMITED, ClusterProfile
+from mdi.placement.profile import UNLIMITED, ClusterProfile, left_over
 from mdi.placement.tensor_plan import plan_tensor
-from mdi.run.nodes import Losses, StarterPorts, free_nodes
+from mdi.run.nodes import Losses, RollCall, StarterPorts, free_nodes
 from mdi.run.swarm import Swarm, SwarmPart, with_chain
 from mdi.run.texts import check_prompt, context_length
 from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -66,6 +68,33 @@ ALL_NODES = "all nodes"
 logger = logging.getLogger("mdi")
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What nodes have told of themselves while nothing ran there, and the model that they measured with."""
+
+    nodes: tuple[NodeConfig, ...]
+    profile: ClusterProfile
+    shape: ModelShape
+
+    def has(self, nodes: Sequence[NodeConfig]) -> bool:
+        """Whether these are among them; names alone may be given anew."""
+        known = {(node.name, node.addr, node.port_in) for node in self.nodes}
+        return known.issuperset((node.name, node.addr, node.port_in) for node in nodes)
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """Another model, which runs on the same nodes.
+
+    Attributes:
+        names: of the nodes of its ring, as it is now.
+        measured: None if the nodes were not asked.
+    """
+
+    names: tuple[str, ...]
+    measured: Measured | None
+
+
 class Choice:
     """The model of a run, and the nodes and the cut of its first ring.
 
@@ -73,12 +102,14 @@ class Choice:
         family: of the model; None is litgpt's.
         ports: of the starter.
         swarm: whose nodes hold the blocks already; None: they get them.
+        beside: models that run there already; what they leave of the nodes counts.
 
     Attributes:
         options: the user's, with what was chosen in the place of "auto".
         cluster: the nodes of the ring in its order, from `place` on; before, all of them.
         left_out: nodes that the placement gave no part, or that were lost before it.
-        profile: what the nodes have measured; None if they were not asked.
+        profile: what the nodes have measured, less what others take; None if they were not asked.
+        measured: see Neighbour.
         held: the nodes that hold the blocks already; None: they get them.
         sharing: gives nodes shares of blocks; None if each has its blocks whole.
         extent: of the run, from `place` on.
@@ -95,7 +126,7 @@ class Choice:
 
     def __init__(
         self, cluster: ClusterConfig, options: StarterOptions, family: ModelFamily | None, ports: StarterPorts, run: str,
-        swarm: Swarm | None = None,
+        swarm: Swarm | None = None, beside: Sequence[Neighbour] = (),
     ) -> None:  # fmt: skip
         self.device = device = choose_device(options.device or cluster.starter.device)
         self._asked = Requested(device=device, dtype=options.dtype or cluster.starter.dtype)
@@ -119,6 +150,8 @@ class Choice:
         self._ports = ports
         self._run = run
         self._swarm = swarm
+        self._beside = tuple(beside)
+        self.measured: Measured | None = None
         self.held: SwarmPart | None = None
         self._is_open = False
 
@@ -328,11 +361,30 @@ class Choice:
     def _profiled(self, cancel: Cancel) -> ClusterProfile:
         """The nodes' measurements of themselves, in the format of the run."""
         if self.profile is None or self.profile.format != self.computing.format:
-            here = self._ports.with_ports(self.cluster)
-            found = measured_cluster(here, self.weights, self.options, self.computing, self._run, cancel)
+            shape = model_shape(self.weights.config, self.computing.format, self.cache_type)
+            if self._beside:
+                found = self._left_over(shape)
+            else:
+                here = self._ports.with_ports(self.cluster)
+                found = measured_cluster(here, self.weights, self.options, self.computing, self._run, cancel)
+                self.measured = Measured(self.cluster.nodes, found, shape)
             has_window = window_of(self.options.weight_memory) is not None
             self.profile = _without_limits(found) if has_window else found
         return self.profile
+
+    def _left_over(self, shape: ModelShape) -> ClusterProfile:
+        """The nodes as the other models leave them: at work, they cannot be measured. PlacementError if they never were."""
+        found = next((one.measured for one in self._beside if one.measured is not None), None)
+        secondaries = self.cluster.secondaries
+        clients = [ControlClient(node, self.cluster.keys) for node in secondaries]
+        answers = RollCall()(clients, frozenset(), ASK_S).answers
+        if found is None or not found.has(secondaries) or len(answers) < len(secondaries):
+            raise PlacementError("what other models leave of the nodes is not known")
+        free = {self.cluster.starter.name: max(0, self._ports.caches.available(self.device))}
+        free |= {name: answer.available_bytes for name, answer in answers.items()}
+        left = left_over(found.profile, free, Counter(name for one in self._beside for name in one.names))
+        self.measured = found
+        return rescaled(left, shape, found.shape)[0]
 
     def _place_in(self, form: str | None, work: Workload, cancel: Cancel) -> None:
         """Measure, plan and cut with weights in a format. Raises PlacementError if they do not fit."""

@@ -100,6 +100,37 @@ class MovingCut:
         edges = [0, *accumulate(best.counts)]
         return Form(tuple(Stage(one.name, edges[i], edges[i + 1]) for i, one in enumerate(holders)), is_moved=True)
 
+    def slower_nodes(self, ring: Sequence[Stage], frame_s: Mapping[str, float]) -> dict[str, float]:
+        """How many times as long a node computes as it was measured to, next to the best of those that compute as it does.
+
+        Others would take other times for other frames than the run was planned with.
+
+        Args:
+            frame_s: of secondaries, seconds of computing a frame.
+        """
+        if (measured := self._measured) is None:
+            return {}
+        known = {node.name: (node.device, node.computed_by) for node in measured[0].nodes}
+        ratios = {
+            stage.name: (known[stage.name], frame_s[stage.name] / slowest_s([holder], [stage.stop - stage.start]))
+            for stage, holder in zip(ring, self.holders(ring, {}), strict=True)
+            if stage.name in frame_s and stage.name in known and stage.stop > stage.start
+        }
+        best = {kind: min(ratio for other, ratio in ratios.values() if other == kind) for kind, _ in ratios.values()}
+        return {name: ratio / best[kind] for name, (kind, ratio) in ratios.items() if best[kind] > 0}
+
+    def with_slower(self, ring: Sequence[Stage], slower: Mapping[str, float]) -> Form | None:
+        """The same nodes with another cut, where blocks take so many times as long on some; None if that does not pay."""
+        if (measured := self._measured) is None:
+            return None
+        nodes = tuple(node.at_pace(slower.get(node.name, 1.0)) for node in measured[0].nodes)
+        profile = replace(measured[0], nodes=nodes)
+        now = MovingCut(self._shape, profile, self._workload, self._part_bytes, self.n_rounds)
+        found, counts = with_new_cut(ring, {}, now), [stage.stop - stage.start for stage in ring]
+        if found is None or now.round_s(ring, found.counts) * JOIN_GAIN > now.round_s(ring, counts):
+            return None
+        return found
+
     def round_s(self, stages: Sequence[Stage], counts: Sequence[int]) -> float:
         """Seconds of a round of these nodes with `counts` blocks; without measurements, of a frame.
 

@@ -4,8 +4,8 @@ All that happens comes as an event in one queue, and one thread decides: `Policy
 engine computes in a thread of its own; between two rings it waits. Before a ring is left of one's own will, the stages of the
 next one are loaded; if that fails, the ring goes on.
 
-A second thread, `Lookout`, sees changes without a loss, and puts them: a node that is about to leave, or one that is back or
-new and would make the ring faster.
+A second thread, `Lookout`, sees changes without a loss, and puts them: a node that is about to leave, one that is back or new
+and would make the ring faster, and links and nodes that have become slower.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mdi.errors import Code, EngineError, MdiError, NodeLostError, RingError
 from mdi.net.hello import Fault
 from mdi.net.ring import TcpRing
 from mdi.placement.profile import NodeProfile
-from mdi.run.cut import MovingCut, better_with
+from mdi.run.cut import INFINITE, MovingCut, better_with
 from mdi.run.form import Former, Link, LoadAhead, Loaded, Ring
 from mdi.run.nodes import CallRoll, Losses, Newcomers, RollCall
 from mdi.run.policy import (
@@ -59,6 +59,8 @@ NOTICE_S = 0.25  # how often it is asked whether a node is about to leave
 LOOK_S = 5.0  # how often nodes are asked
 SOUGHT_S = 1.0  # the same while there is no ring
 MOVABLE = 2  # nodes of a ring whose order cannot change
+SLOW_TIMES = 3.0  # times as long as measured, next to others: a node is slow then, and is not below a half of that
+LEAST_FRAMES = 20  # between two looks, for a mean
 FORGET_S = 600.0  # how long it is remembered that a link was slow that the ring does not use any more
 
 Measure = Callable[[ControlClient], NodeProfile]
@@ -225,6 +227,56 @@ class SlowLinks:
         return float(way_s) if isinstance(way_s, int | float) and 0 <= way_s < FORGET_S else None
 
 
+class SlowNodes:
+    """Nodes of a ring that other programs leave less time than when they were measured, and the cut that is faster then.
+
+    A node is slow if it was twice, and no longer if it twice was not.
+
+    Args:
+        run: its id, as the nodes know it.
+        cut: knows the nodes as they were measured.
+    """
+
+    def __init__(self, run: str, cut: MovingCut) -> None:
+        self._run = run
+        self._cut = cut
+        self._ring = 0
+        self._last: dict[str, tuple[int, float]] = {}  # frames of the ring, and seconds of computing
+        self._seen: dict[str, float] = {}  # how slow each was when it was looked at last
+        self._slow: dict[str, float] = {}
+        self._has_moved = False
+
+    def best(self, ring: Ring) -> Form | None:
+        """The ring with fewer blocks on slow nodes, or again as before, if that gains enough."""
+        if ring.number != self._ring:
+            self._ring, self._last, self._seen = ring.number, {}, {}
+        asked = FanOut({client.node.name: partial(self._asked, client) for client in ring.clients})
+        asked.join(ASK_S)
+        last, self._last = self._last, {name: one for name, one in asked.results.items() if one is not None}
+        spent = {name: (n - last[name][0], s - last[name][1]) for name, (n, s) in self._last.items() if name in last}
+        times = self._cut.slower_nodes(
+            ring.stages, {name: s / n for name, (n, s) in spent.items() if n >= LEAST_FRAMES}
+        )
+        for name in times.keys() & self._seen.keys():
+            if (both := min(times[name], self._seen[name])) > SLOW_TIMES:
+                self._slow[name] = both
+            elif max(times[name], self._seen[name]) < SLOW_TIMES / 2:
+                self._slow.pop(name, None)
+        self._seen = times
+        found = self._cut.with_slower(computing(ring.stages), self._slow) if self._slow or self._has_moved else None
+        self._has_moved |= found is not None
+        return found
+
+    def _asked(self, client: ControlClient) -> tuple[int, float] | None:
+        measured = client.status(self._run, ASK_S).get("measured")
+        if not isinstance(measured, dict):
+            return None
+        n_frames, compute_s = measured.get("frames"), measured.get("compute_s")
+        if not isinstance(n_frames, int) or not isinstance(compute_s, int | float) or not 0 <= compute_s < INFINITE:
+            return None
+        return n_frames, float(compute_s)
+
+
 def _way_s(link: Link) -> float | None:
     return link.next_link.way_s if isinstance(link, TcpRing) else None
 
@@ -233,16 +285,17 @@ class Lookout:
     """Looks for changes of a ring without a loss, in the thread `ring-lookout`; changes nothing, and puts what it sees.
 
     Args:
-        joins, links: None where nodes share blocks: then no node is added, and the order stays.
+        joins: None where nodes share blocks: then no node is added.
+        slow: look for what has become slower in a ring of more than MOVABLE nodes.
         present: the ring that generates; None while there is none.
         put: gets each event.
     """
 
     def __init__(
         self, joins: Looks | None, present: Callable[[], Ring | None], put: Callable[[Leaving | Better], None], cancel: Cancel,
-        links: SlowLinks | None = None,
+        slow: Sequence[SlowLinks | SlowNodes] = (),
     ) -> None:  # fmt: skip
-        self._joins, self._links = joins, links
+        self._joins, self._slow = joins, slow
         self._present = present
         self._put = put
         self._cancel = cancel
@@ -280,8 +333,8 @@ class Lookout:
                 next_look = time.monotonic() + LOOK_S
                 try:
                     found = self._joins.best(ring.stages, ring.processes)
-                    if found is None and self._links is not None and len(ring.stages) > MOVABLE:
-                        found = self._links.best(ring)
+                    for look in self._slow if len(ring.stages) > MOVABLE else ():
+                        found = found or look.best(ring)
                     if found is not None:
                         self._put(Better(found, ring.stages))
                 except Exception:  # texts continue in the present ring
@@ -630,13 +683,19 @@ class RingLoop:
         if engine is not None and engine.first_token_s is not None:
             self._records.end(engine.first_token_s)
         if isinstance(cause, Form):
-            joining = set(cause.names).difference(stage.name for stage in self.policy.ring)
+            present = tuple(stage.name for stage in self.policy.ring)
+            joining = set(cause.names).difference(present)
             if self._changing is not None:
                 logger.info("the ring goes on with other adapters")
             elif hot := sorted(joining & cause.hot):
                 logger.info("hot spare: %s computes beside the node after it", ", ".join(hot))
             elif joining:
                 logger.info("%s joins the ring and makes it faster", ", ".join(sorted(joining)))
+            elif cause.names == present:
+                logger.info(
+                    "nodes compute at another pace than before; they have %s blocks now",
+                    "/".join(map(str, cause.counts)),
+                )
             else:
                 logger.info("a link has become slower; the ring is now %s", " -> ".join(cause.names))
             decision: Decision = cause

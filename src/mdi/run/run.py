@@ -39,12 +39,12 @@ from mdi.metrics import NodeMetrics, RunMetrics
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.planning import profile_request
 from mdi.placement.profile import NodeProfile
-from mdi.run.choice import Choice, check_hot_spares, table_type
+from mdi.run.choice import Choice, Neighbour, check_hot_spares, table_type
 from mdi.run.cut import MovingCut
 from mdi.run.drafting import draft_memory, open_draft
 from mdi.run.form import Basis, Former, Ring
 from mdi.run.identity import RingArithmetic, base_of, identity_of
-from mdi.run.loop import Change, Joins, Lookout, RingLoop, SlowLinks
+from mdi.run.loop import Change, Joins, Lookout, RingLoop, SlowLinks, SlowNodes
 from mdi.run.nodes import Losses, NodeSource, StarterPorts, dismiss
 from mdi.run.passes import Passes
 from mdi.run.policy import Cut, Policy, Stage, with_hot_spares
@@ -87,6 +87,7 @@ class Run(StatusOnly):
         cancel: of the command; its end ends the run.
         taps: blocks, rising, whose outputs `submit_rows` gives besides those of the last one; a side network brings its own.
         gradients: nodes whose blocks have no gradients (`passes`) are refused before they get weights.
+        beside: models that run on the same nodes.
 
     Attributes:
         model: what it generates with; from `open` on.
@@ -106,8 +107,9 @@ class Run(StatusOnly):
         n_texts: int | None = None, family: Callable[[], ModelFamily] | None = None, leave: bool = False,
         on_close: Callable[[], None] = lambda: None, ports: StarterPorts | None = None,
         cancel: Cancel | None = None, taps: Sequence[int] = (), gradients: bool = False,
+        beside: Sequence[Neighbour] = (),
     ) -> None:  # fmt: skip
-        self._nodes = nodes
+        self._nodes, self._beside = nodes, beside
         self._taps, self._gradients = tuple(taps), gradients
         self._sides: dict[str, SideNetwork] = {}  # by their names; "": of all texts
         self.options = options
@@ -213,7 +215,7 @@ class Run(StatusOnly):
         cluster = self._cluster = self._nodes.cluster()
         family = None if self._family is None else self._family()
         check_hot_spares(self.options, cluster, is_swarm=self._nodes.swarm is not None)
-        model = Choice(cluster, self.options, family, self._ports, self.run_id, self._nodes.swarm)
+        model = Choice(cluster, self.options, family, self._ports, self.run_id, self._nodes.swarm, self._beside)
         self._ports.add(self, cluster)
         model.open()
         self.model, self._has_model = model, True
@@ -325,8 +327,8 @@ class Run(StatusOnly):
             measure = self._measure if model.profile is not None else None
             spares = frozenset(name for name, client in loop.clients.items() if client.node.is_spare)
             joins = None if self.is_shared else Joins(loop, cut, spares, self._nodes.newcomers, measure, loop.ask)
-            links = None if self.is_shared else SlowLinks(self.run_id, cut)
-            self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel, links)
+            slow = () if self.is_shared else (SlowLinks(self.run_id, cut), SlowNodes(self.run_id, cut))
+            self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel, slow)
 
     def _text_adapters(self) -> dict[str, TextAdapter]:
         of_nodes = {one.name: TextAdapter(one.sha256, one.n_virtual, one.number) for one in self.model.weights.adapters}
@@ -594,6 +596,11 @@ class Run(StatusOnly):
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(node.name for node in self.cluster.nodes)
+
+    @property
+    def neighbour(self) -> Neighbour:
+        """What a run beside this one is to know of it."""
+        return Neighbour(self.names, self.model.measured)
 
     @property
     def clients(self) -> list[ControlClient]:

@@ -28,7 +28,7 @@ from mdi.engine.cohort import Beams
 from mdi.engine.scheduler import PromptPace
 from mdi.engine.sequence import UNTRUE, Constraint, Event, Request, SamplingParams
 from mdi.engine.starter import StarterEngine
-from mdi.errors import CheckpointError, EngineError, MdiError, NoMemoryError, UsageError
+from mdi.errors import CheckpointError, EngineError, MdiError, NoMemoryError, PlacementError, UsageError
 from mdi.kernels.format_maps import shown
 from mdi.run.nodes import Newcomers, NodeSource, StarterPorts
 from mdi.run.run import Run
@@ -532,10 +532,6 @@ class ModelHost:
 
     def _load(self, name: str, cancel: Cancel) -> None:
         self._n_loads += 1
-        nodes = HostNodes(self._source, self._looking, cancel)
-        run = Run(
-            nodes, self._options_of(name), self._max_length, n_texts=N_PLANNED, ports=self._ports, cancel=self._cancel
-        )
         records: queue.Queue[logging.LogRecord] = queue.Queue()
         listener = QueueListener(records, _Progress(lambda text: self._report("loading", name, text)))
         progress = _Records(records)
@@ -543,7 +539,7 @@ class ModelHost:
         listener.start()
         try:
             self._report("loading", name, "getting the nodes ready")
-            run.open(cancel)
+            run = self._opened(name, cancel)
         finally:
             logger.removeHandler(progress)
             listener.stop()
@@ -565,6 +561,33 @@ class ModelHost:
         self._report("serving", name, "ready", 1.0)
         self._on_ready(name)
 
+    def _opened(self, name: str, cancel: Cancel) -> Run:
+        """A run whose ring is closed.
+
+        Where it does not fit into what other models leave, as it was planned, its blocks are shared out evenly: then caches
+        are smaller than the plan's.
+        """
+        nodes, options = HostNodes(self._source, self._looking, cancel), self._options_of(name)
+        beside = [one.run.neighbour for one in list(self.loaded.values())]
+        while True:
+            run = Run(
+                nodes,
+                options,
+                self._max_length,
+                n_texts=N_PLANNED,
+                ports=self._ports,
+                cancel=self._cancel,
+                beside=beside,
+            )
+            try:
+                run.open(cancel)
+                return run
+            except PlacementError as e:
+                if not beside or options.placement == "even":
+                    raise
+                logger.info("%s: %s; its blocks are shared out evenly", name, e)
+                options = replace(options, placement="even")
+
     def _pooling_facts(self, directory: Path) -> dict[str, Any]:
         """How a model's texts are embedded, or why they are not."""
         try:
@@ -580,8 +603,6 @@ class ModelHost:
             options = replace(options, cache_share=SHARE_BESIDE)
         if name != self._catalog.first_name:
             options = replace(options, ckpt=folders[name], chunk=None, layers=None, adapter=())
-        if self.loaded and options.layers is None and options.chunk is None:
-            options = replace(options, placement="even")  # nodes that are at work cannot be measured
         return options
 
     def _report(self, state: str, model: str, text: str, done: float = 0.0) -> None:

@@ -1,0 +1,161 @@
+"""Nodes whose machines get other work while a run goes on: they are noticed, and get fewer blocks until it is over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import mdi.run.loop
+import mdi.run.run
+from clusters import cluster, model, node
+from mdi.engine.sequence import SamplingParams
+from mdi.engine.worker import TappedStage
+from mdi.placement.model import Workload
+from mdi.run.cut import MovingCut
+from mdi.run.loop import SlowNodes
+from mdi.run.nodes import GivenNodes
+from mdi.run.policy import Form, Stage
+from mdi.run.run import Run
+from mdi.spec.cluster import standalone
+from mdi.spec.options import StarterOptions
+from secondaries import cluster_of, secondaries
+from tiny_checkpoint import encode, write_checkpoint
+from waiting import until
+
+NAMES = ("starter", "secondary0", "secondary1", "secondary2")
+RING = tuple(Stage(name, 3 * k, 3 * k + 3) for k, name in enumerate(NAMES))
+BLOCK_S = 1e-3  # of a node of `clusters`
+
+
+def moving(n_rounds: int = 10**6, **changes: Any) -> MovingCut:
+    profile = cluster(*(replace(node(name), **changes.get(name, {})) for name in NAMES))
+    return MovingCut(model(12, head_bytes=0), profile, Workload(4, 100), 1 << 26, lambda: n_rounds)
+
+
+class Ring:
+    """A ring whose nodes say what they have computed so far."""
+
+    number = 1
+    stages = RING
+
+    def __init__(self) -> None:
+        self.told: dict[str, dict[str, Any]] = {}
+        self.clients = [
+            SimpleNamespace(
+                node=SimpleNamespace(name=name), status=lambda run, s, name=name: {"measured": self.told.get(name)}
+            )
+            for name in NAMES[1:]
+        ]
+
+    def compute(self, n_frames: int = 100, **times: float) -> Ring:
+        """More frames; blocks of some nodes take so many times as long."""
+        for name, start, stop in ((one.name, one.start, one.stop) for one in self.stages[1:]):
+            before = self.told.get(name, {"frames": 0, "compute_s": 0.0})
+            spent_s = n_frames * (stop - start) * BLOCK_S * times.get(name, 1.0)
+            self.told[name] = {"frames": before["frames"] + n_frames, "compute_s": before["compute_s"] + spent_s}
+        return self
+
+
+def looks(nodes: SlowNodes, ring: Ring, *times: dict[str, float], n_frames: int = 100) -> Form | None:
+    found: Any = None
+    for one in ({}, *times):
+        found = nodes.best(ring.compute(n_frames, **one))  # type: ignore[arg-type]
+    return found
+
+
+SLOW = {"secondary1": 6.0}
+
+
+def test_a_node_that_was_slow_twice_gets_fewer_blocks_and_gets_them_back() -> None:
+    nodes, ring = SlowNodes("run", moving()), Ring()
+    assert looks(nodes, ring, SLOW) is None, "once may be chance"
+    found = nodes.best(ring.compute(**SLOW))  # type: ignore[arg-type]
+    assert found is not None and found.is_moved and found.names == NAMES
+    assert found.counts[2] == 1 and sum(found.counts) == 12
+    ring.number, ring.stages = 2, found.stages
+    assert looks(nodes, ring, SLOW, SLOW) is None, "it has as few as it may"
+    again = looks(nodes, ring, {}, {})
+    assert again is not None and again.counts[2] == 3, "the other work is over"
+
+
+@pytest.mark.parametrize(
+    "what, cut, times, n_frames",
+    [
+        ("all are slower: the frames have more rows", moving(), dict.fromkeys(NAMES, 6.0), 100),
+        ("not by much", moving(), {"secondary1": 2.5}, 100),
+        ("too few frames for a mean", moving(), SLOW, 5),
+        ("the texts end soon", moving(n_rounds=1), SLOW, 100),
+        (
+            "another kind of node may take other times for other frames",
+            moving(secondary1={"device": "cuda"}),
+            SLOW,
+            100,
+        ),
+    ],
+)
+def test_the_cut_stays_where_another_one_gains_nothing(what: str, cut: MovingCut, times: Any, n_frames: int) -> None:
+    assert looks(SlowNodes("run", cut), Ring(), times, times, times, n_frames=n_frames) is None
+
+
+def test_without_measurements_or_with_nonsense_the_cut_stays() -> None:
+    unknown = MovingCut(model(12), None, Workload(4, 100), 1 << 20, lambda: 10**6)
+    assert looks(SlowNodes("run", unknown), Ring(), SLOW, SLOW) is None
+    nodes, ring = SlowNodes("run", moving()), Ring()
+    for told in (
+        None,
+        {},
+        {"frames": "x", "compute_s": 1.0},
+        {"frames": 7, "compute_s": -1.0},
+        {"frames": 0, "compute_s": 0},
+    ):
+        ring.told = dict.fromkeys(NAMES, told)  # type: ignore[arg-type]
+        assert nodes.best(ring) is None  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("slow") / "endless", with_end=False, block_size=65536)
+
+
+def test_texts_go_on_while_a_busy_node_gets_fewer_blocks(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mdi.run.loop, "LOOK_S", 0.5)
+    monkeypatch.setattr(mdi.run.loop, "LEAST_FRAMES", 5)
+    profile = cluster(*(node(name) for name in NAMES[:3]))
+    monkeypatch.setattr(mdi.run.run, "MovingCut", lambda shape, _, *rest: MovingCut(shape, profile, *rest))
+    options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", placement="even")
+    is_slow, compute = threading.Event(), TappedStage.__call__
+
+    def slowly(self: TappedStage, frame: Any, x: Any, is_last: bool, wire: str) -> Any:
+        if is_last and is_slow.is_set():
+            time.sleep(0.01)
+        return compute(self, frame, x, is_last, wire)
+
+    monkeypatch.setattr(TappedStage, "__call__", slowly)
+    with secondaries(2, tmp_path) as nodes, Run(GivenNodes(cluster_of(nodes)), options, 20_000, n_texts=1) as run:
+        sample = run.submit("The ring", encode("The ring"), SamplingParams(20_000, temperature=0))
+        before = run.loop.policy.ring
+        is_slow.set()
+
+        def has_fewer() -> bool:
+            last = run.loop.policy.ring[-1]
+            return last.stop - last.start < before[-1].stop - before[-1].start
+
+        until(has_fewer)
+        n_then = run.engine.n_tokens
+        until(lambda: run.engine.n_tokens > n_then + 20)
+        is_slow.clear()
+        sample.cancel()
+        run.read()
+        found = list(sample.token_ids)
+    with Run(GivenNodes(standalone()), options, len(found) + 20, n_texts=1) as run:
+        sample = run.submit("The ring", encode("The ring"), SamplingParams(len(found), temperature=0))
+        run.read()
+    assert found == list(sample.token_ids)
