@@ -291,7 +291,7 @@ class Connection(h11.Connection):
 
     _is_in_chunks = False  # what is being sent
 
-    def send(self, event: h11.Event) -> bytes | None:
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]  # overloads say the same
         if self._is_in_chunks and isinstance(event, h11.Data) and event.data:
             return b"%x\r\n%b\r\n" % (len(event.data), event.data)
         data = super().send(event)

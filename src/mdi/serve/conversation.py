@@ -61,7 +61,7 @@ def messages_of(given: Any, roles: Sequence[str], least: int = 1) -> Iterator[tu
         raise invalid("messages", f"expected a list of {least} to {MOST_MESSAGES} messages")
     for number, message in enumerate(given):
         where = f"messages[{number}]"
-        role = message.get("role") if isinstance(message, dict) else None
+        role: Any = message.get("role") if isinstance(message, dict) else None
         if role not in roles:
             raise invalid(where, f"expected an object with one of the roles {', '.join(roles)}")
         yield where, role, message
