@@ -76,20 +76,23 @@ def test_tools_that_no_context_holds_are_refused_before_anything_looks_through_t
     def tools(length: int) -> list[Any]:
         return [{"type": "function", "function": {"name": f"t{i}", "description": "x" * length}} for i in range(2)]
 
-    def refused(length: int) -> tuple[str | None, str]:
+    async def refused(length: int) -> tuple[str | None, str]:
         with pytest.raises(ApiError) as caught:
-            asyncio.run(Chat({"messages": [SAID], "tools": tools(length)}).opened(model))
+            await Chat({"messages": [SAID], "tools": tools(length)}).opened(model)
         assert caught.value.is_too_long
         return caught.value.param, str(caught.value)
 
-    try:
-        with pytest.MonkeyPatch.context() as changed:
-            changed.setattr(Quotes, "quoted", lambda *given: pytest.fail("it was looked through"))
-            param, told = refused(most)
-        assert param == "tools" and "characters" in told
-        assert refused(most - 1)[0] == "messages"  # by its tokens
-    finally:
-        model.template.close()
+    async def scenario() -> None:
+        try:
+            with pytest.MonkeyPatch.context() as changed:
+                changed.setattr(Quotes, "quoted", lambda *given: pytest.fail("it was looked through"))
+                param, told = await refused(most)
+            assert param == "tools" and "characters" in told
+            assert (await refused(most - 1))[0] == "messages"  # by its tokens
+        finally:
+            model.template.close()
+
+    asyncio.run(scenario())
 
 
 IMAGES: dict[str, tuple[Surface, dict[str, Any]]] = {
