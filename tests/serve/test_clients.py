@@ -14,12 +14,12 @@ from test_surfaces import asked
 from conftest import KEYS, ROOT, SMALL_KEY, Server
 from mdi.serve.chat import CHATS as OPENAI_CHATS
 from mdi.serve.completions import COMPLETIONS
-from mdi.serve.conversation import signature_of
 from mdi.serve.embeddings import EmbeddingFields, EmbedFields
 from mdi.serve.messages import MESSAGES, MessageFields
 from mdi.serve.ollama import CHATS, ChatFields, GenerateFields, Options
 from mdi.serve.request import check_spelling
 from mdi.serve.responses import RESPONSES, ResponseFields
+from mdi.serve.seals import signature_of
 from test_harmony import ANALYSIS, CALL, FINAL, NEXT, USER, write_texts
 
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"

@@ -13,8 +13,8 @@ from test_surfaces import asked, events_of
 
 from mdi.serve import api_errors
 from mdi.serve.api_errors import ApiError
-from mdi.serve.conversation import signature_of
 from mdi.serve.messages import MESSAGES, TOKEN_COUNTS, MessageRequest, error_of
+from mdi.serve.seals import signature_of
 from test_harmony import ANALYSIS, CALL, FINAL, NEXT, TOOL, USER, ids_of, prompt_of_conversation, write_texts
 
 LOOK = {"name": "look", "input_schema": {"type": "object"}}

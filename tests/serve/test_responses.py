@@ -13,8 +13,8 @@ from test_surfaces import asked, events_of
 
 from mdi.serve import api_errors
 from mdi.serve.api_errors import ApiError
-from mdi.serve.conversation import sealed
 from mdi.serve.responses import RESPONSES, ResponseRequest
+from mdi.serve.seals import sealed
 from test_harmony import ANALYSIS, CALL, FINAL, NEXT, TOOL, ids_of, prompt_of_conversation, write_texts
 from test_thoughts import TEMPLATES
 
@@ -268,7 +268,8 @@ def refused(call: Callable[[], Any]) -> tuple[str | None, str]:
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"), ({"prompt": {"id": "p"}}, "prompt"), ({"instructions": ["a"]}, "instructions"),
-        ({"tools": {}}, "tools"), ({"tools": [1]}, "tools"), ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": {}}, "tools"), ({"tools": 5}, "tools"), ({"tools": [1]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [LOOK] * 129}, "tools"), ({"tools": [{**LOOK, "parameters": 1}]}, "tools[0].parameters"),
         ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "tools": [1]}}, "tools"), ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -288,9 +289,23 @@ def test_nothing_that_was_kept_can_be_asked_for() -> None:
 
 
 def test_errors_before_a_stream_are_openais(folder: Path) -> None:
-    begins, data = asked(folder, RESPONSES, {"input": "x" * 3000, "stream": True}, FINAL, "eos")
+    begins, data = asked(folder, RESPONSES, {"input": [], "stream": True}, FINAL, "eos")
+    error = json.loads(data)["error"]
+    assert begins[0][0] == 400 and (error["param"], error["code"]) == ("input", "invalid_value")
+
+
+@pytest.mark.parametrize("n", [900, 3000], ids=["in tokens", "in characters"])
+def test_a_stream_tells_of_a_prompt_that_is_too_long(folder: Path, n: int) -> None:
+    """Codex makes its chat shorter after this event, and not after the same error with a status."""
+    long = "x" * n
+    events = streamed(folder, FINAL, input=long)
+    assert kinds(events) == [*BEGIN, "failed"]
+    told = events[-1]["response"]
+    assert (told["status"], told["output"], told["error"]["code"]) == ("failed", [], "context_length_exceeded")
+    begins, data = asked(folder, RESPONSES, {"input": long}, FINAL, "eos")
     error = json.loads(data)["error"]
     assert begins[0][0] == 400 and (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    assert told["error"]["message"] == error["message"]
 
 
 def test_reasoning_words_and_calls_that_follow_each_other_are_one_turn() -> None:

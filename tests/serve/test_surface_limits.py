@@ -12,7 +12,7 @@ from own_server import right, run, server
 
 from mdi.node.secondary import SecondaryNode
 from mdi.serve.api_errors import ApiError
-from mdi.serve.chat import CHATS
+from mdi.serve.chat import CHATS, Chat
 from mdi.serve.conversation import MOST_MESSAGES
 from mdi.serve.embeddings import EMBEDDINGS, OLLAMA_EMBEDDINGS
 from mdi.serve.endpoint import Surface
@@ -22,6 +22,8 @@ from mdi.serve.ollama import GENERATIONS
 from mdi.serve.responses import RESPONSES
 from mdi.serve.schemas import SCHEMA_LIMIT
 from mdi.serve.tools import LONGEST_TOOLS, MOST_TOOLS
+from mdi.text.quoted import Quotes
+from test_harmony import model_of, write_texts
 
 SAID: dict[str, Any] = {"role": "user", "content": "a"}
 Tool = Callable[[str, Any], Any]
@@ -64,6 +66,33 @@ def test_tools_and_messages_have_limits(name: str) -> None:
         with pytest.raises(ApiError) as caught:
             surface.read(wrong)
         assert caught.value.status == 400 and caught.value.body["error"]["param"] == said
+
+
+def test_tools_that_no_context_holds_are_refused_before_anything_looks_through_them(tmp_path: Path) -> None:
+    """Of a template it is not known how much of a schema it writes; the description of a function each one does."""
+    model = model_of(write_texts(tmp_path / "texts"))
+    most = model.most_characters // 2 + 1
+
+    def tools(length: int) -> list[Any]:
+        return [{"type": "function", "function": {"name": f"t{i}", "description": "x" * length}} for i in range(2)]
+
+    async def refused(length: int) -> tuple[str | None, str]:
+        with pytest.raises(ApiError) as caught:
+            await Chat({"messages": [SAID], "tools": tools(length)}).opened(model)
+        assert caught.value.is_too_long
+        return caught.value.param, str(caught.value)
+
+    async def scenario() -> None:
+        try:
+            with pytest.MonkeyPatch.context() as changed:
+                changed.setattr(Quotes, "quoted", lambda *given: pytest.fail("it was looked through"))
+                param, told = await refused(most)
+            assert param == "tools" and "characters" in told
+            assert (await refused(most - 1))[0] == "messages"  # by its tokens
+        finally:
+            model.template.close()
+
+    asyncio.run(scenario())
 
 
 IMAGES: dict[str, tuple[Surface, dict[str, Any]]] = {

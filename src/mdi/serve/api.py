@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import h11
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
@@ -279,15 +280,36 @@ def nearest(path: str) -> str | None:
 SILENCE_S = 60.0  # a connection on which no request has begun since is closed
 STALL_S = 60.0  # a client that reads nothing of its answer for so long is gone
 BACKLOG = 2048
+LONGEST_HEAD = 64 << 10  # of a request
 LIBRARIES = ("uvicorn.error", "asyncio")
 
 logger = logging.getLogger("mdi")
+
+
+class Connection(h11.Connection):
+    """Writes parts of a stream at once: h11's checks of one more part take as long as all else that is done for a token."""
+
+    _is_in_chunks = False  # what is being sent
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]  # overloads say the same
+        if self._is_in_chunks and isinstance(event, h11.Data) and event.data:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        data = super().send(event)
+        if isinstance(event, h11.Response):
+            self._is_in_chunks = data is not None and b"\r\ntransfer-encoding: chunked\r\n" in data.lower()
+        elif not isinstance(event, h11.Data):
+            self._is_in_chunks = False
+        return data
 
 
 class Protocol(H11Protocol):
     """Closes connections that say nothing or take nothing: uvicorn waits for ever for a first request, for the rest of one
     that has begun, and for somebody who does not read.
     """
+
+    def __init__(self, config: uvicorn.Config, *given: Any, **named: Any) -> None:
+        super().__init__(config, *given, **named)
+        self.conn = Connection(h11.SERVER, LONGEST_HEAD)
 
     _stall: asyncio.TimerHandle | None = None
     _silence: asyncio.TimerHandle
@@ -363,7 +385,7 @@ async def serve(
     config = uvicorn.Config(
         app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, backlog=BACKLOG, timeout_graceful_shutdown=int(DRAIN_S), timeout_keep_alive=75,
-        ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, h11_max_incomplete_event_size=64 << 10,
+        ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, h11_max_incomplete_event_size=LONGEST_HEAD,
     )  # fmt: skip
     server = uvicorn.Server(config)
     talking = asyncio.create_task(client.run(engine))

@@ -27,6 +27,8 @@ TYPES = {
     504: "timeout_error",
 }
 
+TOO_LONG = "context_length_exceeded"  # the code of a prompt for which the context is too short
+
 
 class ApiError(MdiError):
     """A request that ends with an error, before or during its answer.
@@ -48,6 +50,11 @@ class ApiError(MdiError):
         self._code = code
         self.headers = dict(headers or {})
         self.details = dict(details or {})
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether its prompt is: agents then make their chat shorter."""
+        return self._code == TOO_LONG
 
     @property
     def body(self) -> dict[str, Any]:

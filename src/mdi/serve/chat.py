@@ -7,18 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mdi.serve.api_errors import invalid
-from mdi.serve.conversation import (
-    MOST_MESSAGES,
-    ChatRequest,
-    Conversation,
-    Effort,
-    Turn,
-    effort_values,
-    new_call_id,
-    text_of,
-)
+from mdi.serve.conversation import ChatRequest, Conversation, Effort, Turn, effort_values, messages_of, new_call_id
 from mdi.serve.endpoint import Answers
 from mdi.serve.openai import Choices, surface
+from mdi.serve.parts import text_of
 from mdi.serve.request import (
     RequestFields,
     TextPiece,
@@ -66,16 +58,12 @@ class Chat(ChatRequest):
 
 def _turns(given: Any) -> list[Turn]:
     """Raises ApiError."""
-    if not isinstance(given, list) or not 0 < len(given) <= MOST_MESSAGES:
-        raise invalid("messages", f"expected a list of 1 to {MOST_MESSAGES} messages")
     turns = []
-    for number, message in enumerate(given):
-        where = f"messages[{number}]"
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise invalid(where, f"expected an object with one of the roles {', '.join(ROLES)}")
+    for where, role, message in messages_of(given, ROLES):
         # Clients send fields back that are empty; templates look whether one is there.
         others = {key: value for key, value in message.items() if value is not None}
-        role, content, calls = others.pop("role"), others.pop("content", None), others.pop("tool_calls", [])
+        del others["role"]
+        content, calls = others.pop("content", None), others.pop("tool_calls", [])
         reasoning = [others.pop(key, "") for key in ("reasoning_content", "reasoning")]
         text = None if content is None and calls else text_of(where, content, PARTS)
         if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):

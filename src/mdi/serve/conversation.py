@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from mdi.errors import CheckpointError, Code, UsageError
-from mdi.serve.api_errors import ApiError, invalid
+from mdi.serve.api_errors import TOO_LONG, ApiError, invalid
 from mdi.serve.models import LoadedModel
 from mdi.serve.request import CommonFields, Opened, check_characters, check_prompt, checked_text, encoded
 from mdi.serve.tools import ToolUse
@@ -24,7 +22,6 @@ from mdi.text.templates import PLAIN_STOPS, ChatTemplate
 
 MOST_MESSAGES = 4096
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-_SEAL = "mdi_"
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
@@ -51,6 +48,23 @@ class Turn:
         if self.role == "assistant" and self.reasoning:  # templates have either name for it
             made |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
         return made | ({"tool_calls": list(self.calls)} if self.calls else {})
+
+
+def call_of(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of a turn; the arguments are JSON."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def messages_of(given: Any, roles: Sequence[str], least: int = 1) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The field `messages`: for each, where it stands, its role and itself. Raises ApiError."""
+    if not isinstance(given, list) or not least <= len(given) <= MOST_MESSAGES:
+        raise invalid("messages", f"expected a list of {least} to {MOST_MESSAGES} messages")
+    for number, message in enumerate(given):
+        where = f"messages[{number}]"
+        role: Any = message.get("role") if isinstance(message, dict) else None
+        if role not in roles:
+            raise invalid(where, f"expected an object with one of the roles {', '.join(roles)}")
+        yield where, role, message
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,8 @@ class Conversation:
         given = (turn.content for turn in self.turns if turn.role != "assistant" and turn.content)
         check_characters(model, sum(len(content.strip()) for content in given), self.param)
         tools = self.tools.tools
+        described = (tool["function"].get("description") or "" for tool in tools)  # few templates write whole schemas
+        check_characters(model, sum(len(one.strip()) for one in described), "tools")
         template = model.template.for_chat(has_tools=bool(tools))
         form = model.form_of(template)
         has_grammar = fields.grammar is not None  # the form of such an answer holds from its first token on
@@ -133,7 +149,7 @@ class Conversation:
                 return await self._rendered(template, in_words, None, tools, values)
             if e.code is Code.REMOVED:
                 raise ApiError(503, str(e), "engine_ended") from None
-            code = {Code.LENGTH: "context_length_exceeded", Code.COSTLY: "chat_template"}.get(e.code)
+            code = {Code.LENGTH: TOO_LONG, Code.COSTLY: "chat_template"}.get(e.code)
             raise ApiError(400, f"{self.param}: {e}", code, self.param) from None
 
 
@@ -151,16 +167,24 @@ class ChatRequest:
 
     Attributes:
         streams_calls: whether a stream of its API has arguments of calls in pieces.
+        streams_too_long: whether a stream tells by itself that a prompt is too long, where else an error has its own status.
     """
 
     streams_calls = True
+    streams_too_long = False
     fields: CommonFields
     conversation: Conversation
     n_texts = 1
 
     async def opened(self, model: LoadedModel) -> Opened:
         """Raises ApiError: the template refuses it, or the model cannot continue it."""
-        return await self.conversation.opened(model, self.fields, self.streams_calls and self.fields.is_streamed)
+        is_streamed = self.fields.is_streamed
+        try:
+            return await self.conversation.opened(model, self.fields, self.streams_calls and is_streamed)
+        except ApiError as e:
+            if not (self.streams_too_long and is_streamed and e.is_too_long):
+                raise
+            return Opened((), partial(AnswerStream, model.codec, WORDS), failure=e)
 
 
 def _with_instructions(messages: list[dict[str, Any]], instructions: str) -> list[dict[str, Any]]:
@@ -197,53 +221,6 @@ def _in_words(messages: list[dict[str, Any]], instructions: str) -> list[dict[st
     return turns
 
 
-# Parts of contents for which models have parts of their own, which nothing here computes.
-SEEN = (
-    "image_url",
-    "image",
-    "input_image",
-    "input_audio",
-    "audio",
-    "video_url",
-    "video",
-    "file",
-    "input_file",
-    "document",
-)
-LANGUAGE_ALONE = "of a model that sees or hears as well, it computes the language part alone"
-
-
-def text_of(where: str, given: Any, kinds: Mapping[str, str], between: str = "") -> str:
-    """A text, or parts that are texts; "" for none. Raises ApiError.
-
-    Args:
-        kinds: types of parts, and for each the name of the field with its text.
-        between: what stands between two parts.
-    """
-    if given is None:
-        return ""
-    if isinstance(given, str):
-        return checked_text(where, given)
-    if not isinstance(given, list):
-        raise invalid(where, "the content must be a text, or a list of parts")
-    parts = []
-    for part in given:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(kinds[kind]) if isinstance(kind, str) and kind in kinds else None
-        if not isinstance(text, str):
-            why = f"; {LANGUAGE_ALONE}" if kind in SEEN else ""
-            raise invalid(where, f"this server reads parts of type {' and '.join(kinds)} only{why}")
-        parts.append(checked_text(where, text))
-    return between.join(parts)
-
-
-def word_of(where: str, item: Mapping[str, Any], key: str) -> str:
-    """A field that is a text. Raises ApiError."""
-    if not isinstance(item.get(key), str):
-        raise invalid(where, f"{key} must be a text")
-    return checked_text(where, item[key])
-
-
 def new_call_id() -> str:
     """Of a call that the model gives none; one that Mistral's templates take back, too: nine letters and digits."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
@@ -264,27 +241,3 @@ def with_one_system(param: str, turns: Sequence[Turn], before: str = "") -> list
     if not 0 < len(found) + bool(system) <= MOST_MESSAGES:
         raise invalid(param, f"expected 1 to {MOST_MESSAGES} messages")
     return [Turn("system", system), *found] if system else found
-
-
-def signature_of(reasoning: str) -> str:
-    """A text that says nothing to clients, with which they give reasoning back. Anybody may say what a model has thought, so it
-    needs no secret: it tells what models here wrote from what those of other services did.
-    """
-    return _SEAL + hashlib.sha256(f"{_SEAL}reasoning {reasoning}".encode()).hexdigest()
-
-
-def sealed(reasoning: str) -> str:
-    """Reasoning for clients that give back only what they cannot read."""
-    return f"{signature_of(reasoning)}.{base64.b64encode(reasoning.encode()).decode()}"
-
-
-def unsealed(where: str, given: Any) -> str:
-    """The reasoning. Raises ApiError if it was not sealed here."""
-    signature, _, data = given.partition(".") if isinstance(given, str) else ("", "", "")
-    try:
-        reasoning = base64.b64decode(data, validate=True).decode()
-    except ValueError:
-        reasoning = ""
-    if signature != signature_of(reasoning):
-        raise ApiError(400, f"{where}: this server did not write this reasoning", "invalid_encrypted_content", where)
-    return reasoning

@@ -33,6 +33,7 @@ MOST_LISTS = 1 << 16  # and objects of a body; 4,096 messages have some 12,000
 MOST_VALUES = 1 << 20  # such as token ids
 
 Parsed = TypeVar("Parsed")
+compact: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":")).encode  # one for all answers and their events
 
 logger = logging.getLogger("mdi")
 
@@ -113,7 +114,7 @@ class Exchange:
         self, body: Mapping[str, Any] | bytes, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
         """The whole answer, which may be JSON already."""
-        data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":"))
+        data = body if isinstance(body, bytes) else compact(body)
         await Response(data, status, headers, "application/json")(self.scope, self._receive, self._send)
 
     async def push(self, data: bytes) -> None:

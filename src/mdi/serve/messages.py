@@ -14,24 +14,22 @@ from msgspec import Meta
 
 from mdi.serve.api_errors import TYPES, ApiError, invalid, tell_ignored
 from mdi.serve.conversation import (
-    LANGUAGE_ALONE,
-    MOST_MESSAGES,
-    SEEN,
     ChatRequest,
     Conversation,
     Turn,
+    call_of,
     effort_values,
+    messages_of,
     new_call_id,
-    signature_of,
-    text_of,
     with_one_system,
-    word_of,
 )
 from mdi.serve.endpoint import Answers, Exchange, Surface
 from mdi.serve.one_text import Growing, Said, Sent, surface
 from mdi.serve.openai import PACE
+from mdi.serve.parts import LANGUAGE_ALONE, SEEN, parts_of, text_of, word_of
 from mdi.serve.request import LONGEST_STOP, MOST_STOPS, Limit, TextFields, grammar_of, one_text, read_fields
-from mdi.serve.tools import flat_place, functions_of, parse_tools
+from mdi.serve.seals import signature_of, signed
+from mdi.serve.tools import flat_tools
 from mdi.text.answers.calls import parsed_arguments
 from mdi.text.answers.events import Call, CallBegun, Reasoning
 
@@ -39,7 +37,7 @@ ROLES = ("user", "assistant", "system")
 TEXTS = {"text": "text"}
 OF_USERS = ("image", "document", "search_result", "container_upload")  # blocks that say what cannot be left out
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # types of a tool_choice as chats have them
-OWN_TOOLS = (None, "custom"), "input_schema"  # types of tools that are functions, and the field with the schema
+OWN_TOOLS = "/v1/messages", (None, "custom"), "input_schema"  # see functions_of
 BILLING = "x-anthropic-billing-header:"  # begins a block that is another one in each request: no prefix would be kept
 OWN_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
@@ -72,8 +70,7 @@ class MessageRequest(ChatRequest):
         fields = read_fields(MessageFields, body)
         if fields.max_tokens is None and not is_counted:
             raise invalid("max_tokens", "the field is required")
-        functions = functions_of("/v1/messages", fields.tools, *OWN_TOOLS)
-        tools = parse_tools(functions, _choice(fields.tool_choice), flat_place(fields.tools, *OWN_TOOLS))
+        tools = flat_tools(fields.tools, _choice(fields.tool_choice), *OWN_TOOLS)
         form = fields.output_config.format or {}
         grammar = tools.grammar or grammar_of("output_config.format", form, form.get("schema"))
         self.fields = replace(one_text(fields, fields.max_tokens, fields.stop_sequences), grammar=grammar)
@@ -93,16 +90,6 @@ def _choice(given: Any) -> Any:
     return kind and CHOICES[kind]
 
 
-def _read(content: Any, others: set[str]) -> Any:
-    """A result without its blocks of other kinds, which `others` gets."""
-    kinds = [
-        one.get("type") if isinstance(one, dict) else None for one in (content if isinstance(content, list) else ())
-    ]
-    left_out = {kind for kind in kinds if isinstance(kind, str) and kind not in (*TEXTS, *OF_USERS)}
-    others.update(left_out)
-    return [one for one, kind in zip(content, kinds, strict=True) if kind not in left_out] if left_out else content
-
-
 def _system(given: Any) -> str:
     first = given[0] if isinstance(given, list) and given and isinstance(given[0], dict) else {}
     is_left_out = isinstance(first.get("text"), str) and first["text"].startswith(BILLING)
@@ -111,8 +98,6 @@ def _system(given: Any) -> str:
 
 def _turns(given: Any) -> list[Turn]:
     """What `messages` say. Words of the user that follow each other are one turn. Raises ApiError."""
-    if not isinstance(given, list) or not 0 < len(given) <= MOST_MESSAGES:
-        raise invalid("messages", f"expected a list of 1 to {MOST_MESSAGES} messages")
     turns: list[Turn] = []
     words: list[str] = []  # of the user
     others: set[str] = set()
@@ -122,11 +107,7 @@ def _turns(given: Any) -> list[Turn]:
             turns.append(Turn("user", "\n\n".join(words)))
             words.clear()
 
-    for number, message in enumerate(given):
-        where = f"messages[{number}]"
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ROLES:
-            raise invalid(where, f"expected an object with one of the roles {', '.join(ROLES)}")
+    for where, role, message in messages_of(given, ROLES):
         content = message.get("content")
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
         said: list[str] = words if role == "user" else []
@@ -136,12 +117,12 @@ def _turns(given: Any) -> list[Turn]:
             if kind == "text":
                 said.append(word_of(where, block, "text"))
             elif kind == "thinking" and role == "assistant":
-                thoughts.append(_thought(where, block))
+                thoughts.append(signed(where, word_of(where, block, "thinking"), block.get("signature")))
             elif kind == "tool_use" and role == "assistant":
                 calls.append(_call(where, block))
             elif kind == "tool_result" and role == "user":
                 end_words()
-                result = text_of(where, _read(block.get("content"), others), TEXTS, "\n\n")
+                result = text_of(where, parts_of(block.get("content"), (*TEXTS, *OF_USERS), others), TEXTS, "\n\n")
                 turns.append(Turn("tool", result, others={"tool_call_id": word_of(where, block, "tool_use_id")}))
             elif not isinstance(kind, str) or kind in OF_USERS or kind in ("thinking", "tool_use", "tool_result"):
                 why = f": {LANGUAGE_ALONE}" if kind in SEEN else ""
@@ -159,18 +140,11 @@ def _turns(given: Any) -> list[Turn]:
     return turns
 
 
-def _thought(where: str, block: Mapping[str, Any]) -> str:
-    thought = word_of(where, block, "thinking")
-    if block.get("signature") != signature_of(thought):
-        raise invalid(where, "the signature of this thinking is none of this server's")
-    return thought
-
-
 def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(block.get("input"), dict):
         raise invalid(where, "the input of a tool_use must be an object")
-    function = {"name": word_of(where, block, "name"), "arguments": json.dumps(block["input"], ensure_ascii=False)}
-    return {"id": word_of(where, block, "id"), "type": "function", "function": function}
+    arguments = json.dumps(block["input"], ensure_ascii=False)
+    return call_of(word_of(where, block, "id"), word_of(where, block, "name"), arguments)
 
 
 class _Message(Growing):
@@ -260,9 +234,7 @@ class _Message(Growing):
 
 def error_of(error: ApiError) -> dict[str, Any]:
     kind = OWN_TYPES.get(error.status) or TYPES.get(error.status, "api_error")
-    # By these words agents know that a chat is to be made shorter.
-    is_long = error.body["error"]["code"] == "context_length_exceeded"
-    message = f"prompt is too long: {error}" if is_long else str(error)
+    message = f"prompt is too long: {error}" if error.is_too_long else str(error)  # words that agents look for
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 

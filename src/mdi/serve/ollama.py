@@ -14,20 +14,11 @@ import msgspec
 from msgspec import Meta
 
 from mdi.serve.api_errors import ApiError, checked_text, invalid
-from mdi.serve.conversation import (
-    LANGUAGE_ALONE,
-    MOST_MESSAGES,
-    ChatRequest,
-    Conversation,
-    Turn,
-    effort_values,
-    text_of,
-    with_one_system,
-    word_of,
-)
+from mdi.serve.conversation import ChatRequest, Conversation, Turn, effort_values, messages_of, with_one_system
 from mdi.serve.endpoint import Answers
 from mdi.serve.models import LoadedModel
 from mdi.serve.one_text import LINES, Growing, Said, Sent, surface
+from mdi.serve.parts import LANGUAGE_ALONE, text_of, word_of
 from mdi.serve.request import (
     Limit,
     Opened,
@@ -158,15 +149,9 @@ class Generation(_Asked):
 
 def _turns(given: Any) -> list[Turn]:
     """What `messages` say. Calls without an id get their number, so that the beginning of a chat stays the same text."""
-    if not isinstance(given, list) or len(given) > MOST_MESSAGES:
-        raise invalid("messages", f"expected a list of at most {MOST_MESSAGES} messages")
     turns: list[Turn] = []
     waiting: dict[str, str] = {}  # names of functions by the ids of calls that have no result yet
-    for number, message in enumerate(given):
-        where = f"messages[{number}]"
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ROLES:
-            raise invalid(where, f"expected an object with one of the roles {', '.join(ROLES)}")
+    for number, (where, role, message) in enumerate(messages_of(given, ROLES, least=0)):
         if message.get("images"):
             raise invalid(where, _NO_IMAGES)
         calls, others, said = message.get("tool_calls") or [], dict[str, Any](), message.get("content")

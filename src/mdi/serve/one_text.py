@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from mdi.serve.api_errors import ApiError
-from mdi.serve.endpoint import EVENTS, Answers, Asked, Exchange, Surface
+from mdi.serve.endpoint import EVENTS, Answers, Asked, Exchange, Surface, compact
 from mdi.text.answers.events import Call, CallBegun, CallPiece, End, Event, Reasoning, Text
 
 Said = type[Text] | type[Reasoning]
@@ -107,11 +106,11 @@ class Growing(ABC):
 
 def _server_sent(event: Sent) -> bytes:
     """Some clients read the type beside the data, some in it."""
-    return f"event: {event['type']}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
+    return f"event: {event['type']}\ndata: {compact(event)}\n\n".encode()
 
 
 def _line(event: Sent) -> bytes:
-    return json.dumps(event, separators=(",", ":")).encode() + b"\n"
+    return compact(event).encode() + b"\n"
 
 
 _FORMS = {EVENTS: _server_sent, LINES: _line}

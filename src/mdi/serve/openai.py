@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -10,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mdi.serve.api_errors import ApiError
-from mdi.serve.endpoint import Answers, Asked, Exchange, Surface
+from mdi.serve.endpoint import Answers, Asked, Exchange, Surface, compact
 from mdi.serve.request import TextPiece, Usage
 
 PACE = "pace"  # an extension of ours in `usage`, on all surfaces
@@ -77,7 +76,7 @@ def surface(read: Callable[[Any], Any], open_choices: Callable[[Any, Answers], C
 
 def stream_event(data: Mapping[str, Any]) -> bytes:
     """A server-sent event."""
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + compact(data).encode() + b"\n\n"
 
 
 def _failure(error: ApiError) -> bytes:

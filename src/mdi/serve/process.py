@@ -90,9 +90,12 @@ LIMIT_BYTES = 32 << 20  # a prompt of a million tokens has 8 MB
 _BLOCK = 1 << 16
 
 
+_line = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # json.dumps would make one for each
+
+
 def packed(message: Mapping[str, Any]) -> bytes:
     """A message as its line. ValueError if it holds a number that JSON has no form for."""
-    return json.dumps(message, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    return _line(message).encode() + b"\n"
 
 
 def unpacked(line: bytes) -> dict[str, Any]:

@@ -5,13 +5,16 @@ The registry is this server's own: nothing of the process or of Python's interpr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 if TYPE_CHECKING:
     from mdi.serve.api_state import ApiState
@@ -70,12 +73,8 @@ class ApiMetrics:
             "mdi_first_token_seconds", "From the request to the first token", buckets=FIRST_TOKEN_BUCKETS_S,
             registry=self._registry,
         )  # fmt: skip
-        self._between = Histogram(
-            "mdi_token_seconds",
-            "From one token of a text to its next",
-            buckets=TOKEN_BUCKETS_S,
-            registry=self._registry,
-        )
+        self._between = _Durations("mdi_token_seconds", "From one token of a text to its next", TOKEN_BUCKETS_S)
+        self._registry.register(self._between)
         self._registry.register(_Ring(api))
 
     def began(self, owner: str, model: str, n_prompt: int) -> None:
@@ -88,8 +87,7 @@ class ApiMetrics:
     def tokens(self, owner: str, n: int, since_s: float) -> None:
         self._generated.inc(n)
         if since_s > 0:
-            for _ in range(n):
-                self._between.observe(since_s / n)
+            self._between.observe(since_s / n, n)
 
     def ended(self, reason: str) -> None:
         self._ended.labels(reason).inc()
@@ -97,6 +95,32 @@ class ApiMetrics:
     def exposition(self) -> tuple[bytes, str]:
         """The text, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+
+class _Durations(Collector):
+    """A histogram whose `observe` costs a tenth of the library's: it is called for every token.
+
+    Args:
+        bounds_s: of its buckets, from the shortest on.
+    """
+
+    def __init__(self, name: str, words: str, bounds_s: Sequence[float]) -> None:
+        self._name, self._words, self._bounds_s = name, words, bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, duration_s: float, n: int) -> None:
+        """So many of one duration."""
+        self._counts[bisect_left(self._bounds_s, duration_s)] += n
+        self._sum_s += duration_s * n
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(floatToGoString, self._bounds_s), "+Inf"]
+        counts = [*zip(bounds, map(float, accumulate(self._counts)), strict=True)]
+        yield HistogramMetricFamily(self._name, self._words, counts, self._sum_s)
 
 
 class _Ring(Collector):

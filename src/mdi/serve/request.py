@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from mdi.engine.sequence import UNMATCHED, seed_of
 from mdi.errors import CheckpointError
-from mdi.serve.api_errors import ApiError, checked_text, invalid
+from mdi.serve.api_errors import TOO_LONG, ApiError, checked_text, invalid
 from mdi.serve.api_state import ApiState
 from mdi.serve.engine_client import TextEvent
 from mdi.serve.known import scores_of
@@ -355,7 +355,7 @@ def check_characters(model: LoadedModel, n: int, param: str) -> None:
     if n > model.most_characters:
         raise ApiError(
             400, f"{param}: it has {n} characters, more than the {model.context} tokens of this model's texts can hold",
-            "context_length_exceeded", param,
+            TOO_LONG, param,
         )  # fmt: skip
 
 
@@ -366,7 +366,7 @@ def check_prompt(model: LoadedModel, ids: Sequence[int], param: str) -> None:
     if len(ids) >= model.context:
         raise ApiError(
             400, f"{param}: it has {len(ids)} tokens, and this model's texts may have {model.context} in all",
-            "context_length_exceeded", param,
+            TOO_LONG, param,
         )  # fmt: skip
     if min(ids) < 0 or max(ids) >= model.n_vocabulary:
         raise invalid(param, f"token ids are from 0 to {model.n_vocabulary - 1}")
@@ -389,6 +389,7 @@ class Opened:
         n_best: the tokens of the prompts are scored, with so many of the best ones at each place; None: they are not.
         is_prompt_alone: whether no token is wanted.
         grammar: in the place of the request's, for this model.
+        failure: why there is no text, for clients who are told of it in a stream.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -398,6 +399,7 @@ class Opened:
     ends: Sequence[int] = ()
     n_best: int | None = None
     grammar: Mapping[str, Any] | None = None
+    failure: ApiError | None = None
 
 
 async def write_texts(
@@ -408,6 +410,8 @@ async def write_texts(
     Raises:
         ApiError: the engine could not continue.
     """
+    if opened.failure is not None:
+        raise opened.failure
     prompts = opened.prompts
     owner = "" if key is None else key.name
     predicted: list[int] = []

@@ -17,26 +17,25 @@ from mdi.serve.conversation import (
     Conversation,
     Effort,
     Turn,
+    call_of,
     effort_values,
     new_call_id,
-    sealed,
-    text_of,
-    unsealed,
     with_one_system,
-    word_of,
 )
 from mdi.serve.endpoint import Answers
 from mdi.serve.one_text import Growing, Said, Sent, surface
 from mdi.serve.openai import PACE
+from mdi.serve.parts import text_of, word_of
 from mdi.serve.request import Limit, TextFields, grammar_of, one_text, read_fields
-from mdi.serve.tools import flat_place, functions_of, parse_tools
+from mdi.serve.seals import sealed, unsealed
+from mdi.serve.tools import flat_choice, flat_tools
 from mdi.text.answers.calls import parsed_arguments
 from mdi.text.answers.events import Call, CallBegun, Reasoning, Text
 
 ROLES = ("system", "developer", "user", "assistant")
 PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
 KEPT = ("previous_response_id", "conversation", "prompt", "background")  # fields that need what a server has kept
-OWN_TOOLS = ("function",), "parameters"  # types of tools that are functions, and the field with the schema
+OWN_TOOLS = "/v1/responses", ("function",), "parameters"  # see functions_of
 SEALED = "reasoning.encrypted_content"  # what `include` may ask for
 NO_LOGPROBS: dict[Said, dict[str, Any]] = {Text: {"logprobs": []}, Reasoning: {}}
 
@@ -73,32 +72,19 @@ class ResponseRequest(ChatRequest):
         given: its fields.
     """
 
+    streams_too_long = True  # agents do not look for its code in the body of a 400
+
     def __init__(self, body: Any) -> None:
         self.given = fields = read_fields(ResponseFields, body)
         for name in KEPT:
             if getattr(fields, name):
                 raise invalid(name, "this server keeps no responses: send the whole conversation as input")
-        place = flat_place(fields.tools, *OWN_TOOLS)
-        tools = parse_tools(_functions(fields.tools), _choice(fields.tool_choice), place)
+        tools = flat_tools(fields.tools, flat_choice(fields.tool_choice, *OWN_TOOLS), *OWN_TOOLS)
         form = fields.text.format or {}
         grammar = tools.grammar or grammar_of("text.format", form, form.get("schema"))
         self.fields = replace(one_text(fields, fields.max_output_tokens), grammar=grammar)
         turns = with_one_system("input", _turns(fields.input), checked_text("instructions", fields.instructions))
         self.conversation = Conversation(turns, tools, effort_values(fields.reasoning.effort), "input")
-
-
-def _functions(given: Any) -> Any:
-    return functions_of("/v1/responses", given, *OWN_TOOLS)
-
-
-def _choice(given: Any) -> Any:
-    """A `tool_choice` as chats have it."""
-    if not isinstance(given, dict) or given.get("type") not in ("function", "allowed_tools"):
-        return given
-    if given["type"] == "function":
-        return {"type": "function", "function": {"name": given.get("name")}}
-    allowed = {"mode": given.get("mode"), "tools": _functions(given.get("tools"))}
-    return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
 def _turns(given: Any) -> list[Turn]:
@@ -127,7 +113,7 @@ def _turns(given: Any) -> list[Turn]:
             turns.append(Turn("assistant", None, reasoning=_reasoning(where, item)))
         elif kind == "function_call":
             name, arguments, call_id = (word_of(where, item, key) for key in ("name", "arguments", "call_id"))
-            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            call = call_of(call_id, name, arguments)
             if last is None:
                 turns.append(Turn("assistant", None, [call]))
             else:

@@ -112,7 +112,7 @@ def parse_tools(given: Any, choice: Any, place: Place = _in_functions) -> ToolUs
     raise invalid("tool_choice", "expected none, auto, required, or one of the tools")
 
 
-def functions_of(path: str, given: Any, kinds: Sequence[str | None], parameters: str) -> Any:
+def functions_of(given: Any, path: str, kinds: Sequence[str | None], parameters: str) -> Any:
     """Tools that have their names in themselves, as `parse_tools` takes them; those of other kinds are left out.
 
     Args:
@@ -134,10 +134,23 @@ def functions_of(path: str, given: Any, kinds: Sequence[str | None], parameters:
     ]
 
 
-def flat_place(given: Any, kinds: Sequence[str | None], parameters: str) -> Place:
-    """Where the fields of such functions stand in the request; see `functions_of`."""
-    numbers = [i for i, tool in enumerate(given or ()) if isinstance(tool, dict) and tool.get("type") in kinds]
-    return lambda number, name: f"tools[{numbers[number]}].{parameters if name == 'parameters' else name}"
+def flat_tools(given: Any, choice: Any, path: str, kinds: Sequence[str | None], parameters: str) -> ToolUse:
+    """Such tools; the choice is as chats have it. Raises ApiError, with the name of the field that is wrong."""
+    functions = functions_of(given, path, kinds, parameters)
+    numbers = [i for i, tool in enumerate(given) if tool.get("type") in kinds] if isinstance(given, list) else []
+    return parse_tools(
+        functions, choice, lambda i, name: f"tools[{numbers[i]}].{parameters if name == 'parameters' else name}"
+    )
+
+
+def flat_choice(given: Any, path: str, kinds: Sequence[str | None], parameters: str) -> Any:
+    """A `tool_choice` with the names of such tools, as chats have it."""
+    if not isinstance(given, dict) or given.get("type") not in ("function", "allowed_tools"):
+        return given
+    if given["type"] == "function":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    allowed = {"mode": given.get("mode"), "tools": functions_of(given.get("tools"), path, kinds, parameters)}
+    return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
 def _allowed_tools(tools: list[dict[str, Any]], names: list[str], allowed: Any) -> ToolUse:

@@ -481,13 +481,15 @@ class StopMatcher:
         """
         if self.met:
             return "", True
+        if not self._stop:
+            return text, False
         text = self._held + text
         found = [(start + len(s), start, s) for s in self._stop if (start := text.find(s)) >= 0]
         if found:
             _, start, self.met = min(found)
             self._held = ""
             return text[:start], True
-        longest = max((len(s) for s in self._stop), default=1)
+        longest = max(len(s) for s in self._stop)
         for start in range(max(0, len(text) - longest + 1), len(text)):
             if any(s.startswith(text[start:]) for s in self._stop):
                 self._held = text[start:]

@@ -1,0 +1,74 @@
+"""What is done for each token in a shorter way than by the libraries, beside what these do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import h11
+import pytest
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.exposition import generate_latest
+
+from mdi.serve.api import Connection
+from mdi.serve.prometheus import TOKEN_BUCKETS_S, ApiMetrics
+
+ASKED = {
+    "GET": b"GET / HTTP/1.1\r\nhost: a\r\n\r\n",
+    "HEAD": b"HEAD / HTTP/1.1\r\nhost: a\r\n\r\n",
+    "old": b"GET / HTTP/1.0\r\nhost: a\r\n\r\n",
+}
+PARTS = [b"data: a\n\n", b"", b"x" * 70_000, b"\xff\r\n0\r\n\r\n"]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("headers", [[], [("content-length", str(sum(map(len, PARTS))))]], ids=["stream", "whole"])
+def test_a_stream_has_the_bytes_that_h11_writes(asked: str, headers: list[tuple[str, str]]) -> None:
+    def written(made: h11.Connection) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        for _ in range(1 if asked == "old" else 2):  # requests of one connection
+            made.receive_data(ASKED[asked])
+            while type(made.next_event()) is not h11.EndOfMessage:
+                pass
+            response = h11.Response(status_code=200, headers=headers)
+            parts = [] if asked == "HEAD" else PARTS
+            found += [made.send(one) for one in (response, *(h11.Data(data=one) for one in parts), h11.EndOfMessage())]
+            if asked != "old":
+                made.start_next_cycle()
+        return found
+
+    assert written(Connection(h11.SERVER)) == written(h11.Connection(h11.SERVER))
+
+
+def test_nothing_is_sent_of_a_stream_whose_end_has_been_sent() -> None:
+    made = Connection(h11.SERVER)
+    made.receive_data(ASKED["GET"])
+    made.next_event()
+    for event in (h11.Response(status_code=200, headers=[]), h11.Data(data=b"a"), h11.EndOfMessage()):
+        made.send(event)
+    with pytest.raises(h11.LocalProtocolError):
+        made.send(h11.Data(data=b"b"))
+
+
+def test_times_between_tokens_are_counted_as_the_library_does() -> None:
+    registry = CollectorRegistry()
+    theirs = Histogram(
+        "mdi_token_seconds", "From one token of a text to its next", buckets=TOKEN_BUCKETS_S, registry=registry
+    )
+    api = SimpleNamespace(
+        counts={"waiting": 0, "running": 0},
+        engine=SimpleNamespace(status={}),
+        quotas=SimpleNamespace(uses={}),
+        rings={},
+    )
+    ours = ApiMetrics(cast(Any, api))
+    for n, since_s in ((1, 0.0625), (4, 0.25), (2, 64.0), (1, 0.0), (1, TOKEN_BUCKETS_S[0]), (8, 0.0078125)):
+        ours.tokens("", n, since_s)
+        for _ in range(n if since_s > 0 else 0):
+            theirs.observe(since_s / n)
+
+    def lines(text: bytes) -> list[str]:
+        return [line for line in text.decode().splitlines() if "mdi_token_seconds" in line and "_created" not in line]
+
+    found = lines(generate_latest(registry))
+    assert lines(ours.exposition()[0]) == found and len(found) == len(TOKEN_BUCKETS_S) + 5
