@@ -226,7 +226,9 @@ def announcement(config: ModelConfig) -> Json:
         arithmetic=arithmetic, n_layer=config.n_layer, start=0, stop=1, is_ready=True, speed=1.5, block_s=0.25,
     )  # fmt: skip
     facts = ModelFacts(_id_of(config), (PartSpec("block.0", "0" * 64, 5),))
-    return [asdict(one), untupled(facts.to_json())]
+    told = facts.to_json()
+    del told["model"]["is_rounded"]  # which is newer than the golden values
+    return [asdict(one), untupled(told)]
 
 
 def _id_of(config: ModelConfig) -> ModelId:

@@ -172,6 +172,8 @@ def packed_form(source: WeightSource, packing: Packing) -> str:
     form = f"{source.dtype}-{packing.blocks}-{packing.head}-{LAYOUT_VERSION}"
     if is_made(packing.blocks) or is_made(packing.head):
         form += f"-{SEARCH_VERSION}"
+    if not packing.folds:
+        form += "-apart"
     if packing.means is None:
         return form
     digest = hashlib.sha256()

@@ -187,7 +187,7 @@ def read_packed(folder: Path) -> dict[str, tuple[str, int]]:
 def key_of(source: WeightSource, part: Part, packing: Packing) -> str:
     """A hash of everything that the packed bytes depend on."""
     form = packing.metadata(part.name)
-    made_by = [source.folds_gains, source.native, mdi.__version__, LAYOUT_VERSION]
+    made_by = [source.folds_gains and packing.folds, source.native, mdi.__version__, LAYOUT_VERSION]
     made_of = [part.sha256, source.config_hash, part.name, form, *made_by]
     if is_made(packing.of_part(part.name)):
         made_of.append(SEARCH_VERSION)

@@ -71,12 +71,14 @@ class Packing:
     Attributes:
         clips: whether weights that are too large for a format are clipped instead of refused.
         means: of each linear layer, the mean squares of its inputs over a text, float32 (n_in); None: there is no text.
+        folds: whether gains of norms may go into the weights that read them (`folded`), on every node of a ring.
     """
 
     blocks: str
     head: str
     clips: bool = field(default=False, compare=False)
     means: Mapping[str, np.ndarray] | None = field(default=None, compare=False, repr=False)
+    folds: bool = True
 
     @property
     def is_tied(self) -> bool:

@@ -72,7 +72,7 @@ class WeightSource(ABC):
     @property
     def model_id(self) -> ModelId:
         formats = None if self.packing is None else Formats.one(self.packing.blocks)
-        return ModelId(self.model, self.config, self.config_hash, self.dtype, formats)
+        return ModelId(self.model, self.config, self.config_hash, self.dtype, formats, not self.folds_gains)
 
     @abstractmethod
     def array(self, name: str) -> np.ndarray:
@@ -192,7 +192,7 @@ class WeightSource(ABC):
 
     def for_packing(self, name: str, packing: Packing) -> tuple[Rows, TensorSpec]:
         """A plain tensor in the form for packing, see checkpoint.packing.folded."""
-        if not self.folds_gains:
+        if not (self.folds_gains and packing.folds):
             return self.rows(name), self.specs[name]
         return folded(name, packing, self.spec, self.rows, self.specs)
 

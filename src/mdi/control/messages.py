@@ -65,7 +65,7 @@ class ToldGroup:
     Attributes:
         members: name, address and ring port of each, by rank.
         heads, columns, vocabulary: see tensor.shares.Shares.
-        packing: formats of blocks and head.
+        packing: formats of blocks and head; folds: see checkpoint.packing.Packing.
     """
 
     rank: Whole
@@ -79,6 +79,7 @@ class ToldGroup:
     n_here: tuple[Annotated[int, Meta(ge=0, le=N_NODES_LIMIT)], ...]
     name: Text
     is_last: bool
+    folds: bool = True
 
 
 @dataclass(frozen=True)

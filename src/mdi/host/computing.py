@@ -37,12 +37,14 @@ class Computing(Requested):
         quantize, quantize_head: None loses nothing.
         threads: of the CPU; None leaves them as they are.
         packing: what weights are brought into for the kernels; None: torch computes, and `why_torch` says why.
+        is_rounded: see ModelId.
     """
 
     device: str
     dtype: str
     packing: Packing | None = None
     why_torch: str | None = None
+    is_rounded: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -85,7 +87,8 @@ class Computing(Requested):
 
 
 def choose_computing(
-    config: ModelConfig | None, asked: Requested, stored: str, stored_format: str | None = None, tied_type: str | None = None
+    config: ModelConfig | None, asked: Requested, stored: str, stored_format: str | None = None,
+    tied_type: str | None = None, is_rounded: bool = False,
 ) -> Computing:  # fmt: skip
     """Decide what a node computes with, from the request.
 
@@ -94,6 +97,7 @@ def choose_computing(
         asked: its device is one that `choose_device` gave.
         stored, stored_format: type of the checkpoint's weights, and the format that they are packed in, if they are.
         tied_type: that of an embedding that is the head as well; None on a node that does not have both.
+        is_rounded: see ModelId.
 
     Raises:
         UsageError: the device cannot do that, or nothing computes such a model.
@@ -113,7 +117,8 @@ def choose_computing(
             ) from None
     packing = None
     if why is None:
-        packing = choose_packing(stored, quantize or stored_format, head, asked.allow_clipping).tied(tied_type)
+        packing = choose_packing(stored, quantize or stored_format, head, asked.allow_clipping, not is_rounded)
+        packing = packing.tied(tied_type)
     dtype = choose_dtype(asked.dtype, stored, device, quantize is not None or packing is not None)
     decided = replace(Requested.of(asked), device=device, dtype=dtype, quantize=quantize, quantize_head=head)
-    return Computing(**vars(decided), packing=packing, why_torch=why)
+    return Computing(**vars(decided), packing=packing, why_torch=why, is_rounded=is_rounded)

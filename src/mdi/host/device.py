@@ -232,16 +232,18 @@ def why_not_kernels(config: ModelConfig | None, device: str, dtype: str | None) 
     return why_not_in_kernels(config)
 
 
-def choose_packing(stored: str, blocks: str | None, head: str | None, clips: bool = False) -> Packing:
+def choose_packing(
+    stored: str, blocks: str | None, head: str | None, clips: bool = False, folds: bool = True
+) -> Packing:  # fmt: skip
     """Choose the packed formats that the kernels read.
 
     Args:
         stored: type of the checkpoint's weights.
         blocks, head: formats that were asked for; None takes those that lose nothing.
-        clips: see Packing.
+        clips, folds: see Packing.
     """
     own = own_packing(stored)
-    return Packing(blocks or own.blocks, head or own.head, clips)
+    return Packing(blocks or own.blocks, head or own.head, clips, folds=folds)
 
 
 def choose_kv_dtype(wanted: str, computed: str, device: str, why_torch: str | None) -> str:

@@ -101,7 +101,9 @@ class NodeWeights:
         config = self.family.kernel_config(request.model.config)
         if (reason := why_torch(config, device, asked.dtype)) is not None:
             load_torch(f"{self._name}: {reason}")
-        return choose_computing(config, asked, request.model.dtype, request.model.format)
+        return choose_computing(
+            config, asked, request.model.dtype, request.model.format, is_rounded=request.model.is_rounded
+        )
 
     def spec(self, request: InitRequest) -> StageSpec:
         """The stage that a run asks for. Raises ControlError, UsageError."""

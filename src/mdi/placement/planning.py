@@ -100,7 +100,7 @@ def measure_live(
     """As `profile_cluster`, where no starter runs: its ports are open just for this. UsageError if they cannot be."""
     node = cluster.starter
     own = replace(asked, device=choose_device(node.device), dtype=asked.dtype or node.dtype)
-    computing = choose_computing(model.config, own, model.dtype)
+    computing = choose_computing(model.config, own, model.dtype, is_rounded=model.is_rounded)
     with contextlib.ExitStack() as stack:
         if cluster.secondaries:
             port, port_in = stack.enter_context(open_ports(node, cluster.keys))

@@ -636,7 +636,9 @@ def starter_computing(family: ModelFamily, weights: StarterWeights, asked: Reque
     formats = Requested(quantize=weights.quantize, quantize_head=weights.quantize_head)
     config = family.kernel_config(weights.config)
     model = weights.model
-    computing = choose_computing(config, asked.over(formats), model.dtype, model.format, weights.tied_type)
+    computing = choose_computing(
+        config, asked.over(formats), model.dtype, model.format, weights.tied_type, model.is_rounded
+    )
     if computing.packing is None:
         load_torch(computing.why_torch or "this model")
     return computing

@@ -45,6 +45,7 @@ class ModelId:
         config: its plain form travels; `config_hash` is the hash of that.
         dtype: number type of most weights; of packed ones, their type before.
         formats: that the blocks' weights are packed in (checkpoint.packing); None if they are plain.
+        is_rounded: whether they were rounded once, to numbers that they keep (WeightSource.folds_gains).
     """
 
     name: Text
@@ -52,6 +53,7 @@ class ModelId:
     config_hash: Text
     dtype: Text
     formats: Formats | None = None
+    is_rounded: bool = field(default=False, compare=False)
 
     @property
     def spec(self) -> ModelSpec:

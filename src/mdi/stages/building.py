@@ -153,7 +153,9 @@ def torch_weights(source: WeightSource, part: str, computing: Computing) -> Torc
     """
     form = computing.quantize if part.startswith("block.") else computing.quantize_head
     if form is not None:
-        return dict(source.weights(part, Packing(form, form, computing.allow_clipping).untied))
+        return dict(
+            source.weights(part, Packing(form, form, computing.allow_clipping, folds=not computing.is_rounded).untied)
+        )
     tensors = source.tensors(part)
     if computing.dtype != "float16":
         return dict(tensors)

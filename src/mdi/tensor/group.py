@@ -144,7 +144,7 @@ class Group:
         shares, packing = self.shares, (self.packing.blocks, self.packing.head)
         return ToldGroup(
             self.rank, members, shares.heads, shares.columns, shares.vocabulary, packing, self.algorithm, self.reduce_dtype,
-            self.n_here, self.name, self.is_last,
+            self.n_here, self.name, self.is_last, self.packing.folds,
         )  # fmt: skip
 
 
@@ -174,8 +174,9 @@ def group_of(told: ToldGroup | None, config: ModelConfig) -> Group | None:
         AttributeError,
     ) as e:  # of the config, which is another's as well
         raise refused(f"request.group: {str(e)[:200]}") from None
+    packing = Packing(*told.packing, folds=told.folds)
     return Group(
-        told.rank, tuple(Member(*member) for member in told.members), shares, Packing(*told.packing), told.algorithm,
+        told.rank, tuple(Member(*member) for member in told.members), shares, packing, told.algorithm,
         told.reduce_dtype, told.n_here, told.name, told.is_last,
     )  # fmt: skip
 
