@@ -64,6 +64,8 @@ BROKEN: dict[str, tuple[list[bytes], dict[str, Any] | None, bytes, str]] = {
     "a rank is left out": (BYTES, None, b"YWI= 257\n", "ranks are not 0, 1, 2"),
     "no single bytes": ([*BYTES[:7], *BYTES[8:]], None, b"", "lacks single bytes"),
     "a token that has no end": ([*BYTES, b"a" * 5000], None, b"", "more than 4096 bytes"),
+    "many that are long": ([*BYTES, *(b"a" * n for n in range(2, 4097))], None, b"", "its tokens are too long"),
+    "a file that is too large": (BYTES, None, b"\n" * 16_000_000, "and may have 16.0 MB"),
     "nothing": ([], None, b"", "lacks single bytes"),
     "another class": (BYTES, {"tokenizer_class": "Other"}, b"", "does not name the class TikTokenTokenizer"),
     "settings that are a list": (BYTES, [], b"", "cannot be used"),  # type: ignore[dict-item]

@@ -18,12 +18,16 @@ from mdi.errors import CheckpointError
 from mdi.files import default_cache_dir, replacing
 from mdi.spec.settings_file import parse_json
 from mdi.text.pretokenizers import LETTERS
+from mdi.units import size
 
 _CLASS = "TikTokenTokenizer"
 _CUT = "kimi-k2"  # see mdi.text.pretokenizers
 _N_SPECIAL = 256  # behind the ranks
 _N_BYTES = 256
 _LONGEST = 4096  # bytes of a token; one of blanks has 256 or so
+_MOST_BYTES = 16_000_000  # of a file; Kimi's has less than 3 MB
+# Of all tokens, the squares of their lengths: so long `_halves` takes, at most half a minute. Real ones have 5 to 20 million.
+_MOST_SQUARES = 50_000_000
 _VERSION = 1  # of what is made
 
 Ranks = dict[bytes, int]
@@ -37,7 +41,7 @@ def made_of_ranks(directory: Path) -> Path:
     """
     path = directory / RANKS
     try:
-        stored, settings = path.read_bytes(), (directory / "tokenizer_config.json").read_bytes()
+        stored, settings = _content(path), _content(directory / "tokenizer_config.json")
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} needs the tokenizer_config.json beside it, which names its special tokens"
@@ -56,6 +60,13 @@ def made_of_ranks(directory: Path) -> Path:
     return made
 
 
+def _content(path: Path) -> bytes:
+    """Raises CheckpointError, OSError."""
+    if (n_bytes := path.stat().st_size) > _MOST_BYTES:
+        raise CheckpointError(f"{path} cannot be used: it has {size(n_bytes)}, and may have {size(_MOST_BYTES)}")
+    return path.read_bytes()
+
+
 def _ranks(stored: bytes) -> Ranks:
     """Of lines of a byte string in base64 and its rank, which is its id. Raises ValueError."""
     found: Ranks = {}
@@ -67,6 +78,8 @@ def _ranks(stored: bytes) -> Ranks:
             raise ValueError(f"line {number + 1} is not a byte string in base64 and its rank") from None
     if max(map(len, found), default=0) > _LONGEST:
         raise ValueError(f"it has a token of more than {_LONGEST} bytes")
+    if sum(len(token) ** 2 for token in found) > _MOST_SQUARES:
+        raise ValueError("its tokens are too long")
     if sorted(found.values()) != list(range(len(found))):
         raise ValueError("its ranks are not 0, 1, 2 and so on, each once")
     if not all(bytes([byte]) in found for byte in range(_N_BYTES)):
