@@ -57,6 +57,15 @@ def test_what_is_made_lies_in_the_cache_and_is_made_again_for_other_names(tmp_pa
     assert tokenizer_json(folder) == folder / "tokenizer.json", "the folder's own goes first"
 
 
+def test_blank_lines_are_skipped_and_special_tokens_found_by_number(tmp_path: Path) -> None:
+    settings = {**CLASS, "added_tokens_decoder": {"0256": {"content": "[BOS]", "special": True}}}
+    folder = write(tmp_path / "made", BYTES, settings, b"\n\r\n")
+    assert TextCodec.from_checkpoint(folder, prompt_style="none").encode("a[BOS]") == [ord("a"), 256]
+    write(folder, BYTES, {**CLASS, "added_tokens_decoder": None}, b"\n")
+    codec = TextCodec.from_checkpoint(folder, prompt_style="none")
+    assert codec.encode("<|reserved_token_256|>") == [256]
+
+
 BROKEN: dict[str, tuple[list[bytes], dict[str, Any] | None, bytes, str]] = {
     "no base64": (BYTES, None, b"!!! 256\n", "line 257 is not a byte string in base64 and its rank"),
     "no rank": (BYTES, None, b"YWI=\n", "line 257"),

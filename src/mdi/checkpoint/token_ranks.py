@@ -28,7 +28,7 @@ _LONGEST = 4096  # bytes of a token; one of blanks has 256 or so
 _MOST_BYTES = 16_000_000  # of a file; Kimi's has less than 3 MB
 # Of all tokens, the squares of their lengths: so long `_halves` takes, at most half a minute. Real ones have 5 to 20 million.
 _MOST_SQUARES = 50_000_000
-_VERSION = 1  # of what is made
+_VERSION = 2  # of what is made
 
 Ranks = dict[bytes, int]
 
@@ -71,6 +71,8 @@ def _ranks(stored: bytes) -> Ranks:
     """Of lines of a byte string in base64 and its rank, which is its id. Raises ValueError."""
     found: Ranks = {}
     for number, line in enumerate(stored.splitlines()):
+        if not line:  # as tiktoken
+            continue
         token, _, rank = line.partition(b" ")
         try:
             found[base64.b64decode(token, validate=True)] = int(rank)
@@ -93,10 +95,10 @@ def _fields(ranks: Ranks, settings: Any) -> dict[str, Any]:
         raise ValueError(
             f"tokenizer_config.json does not name the class {_CLASS}, so that its splitting pattern is not known"
         )
-    n, named = len(ranks), settings.get("added_tokens_decoder", {})
-    if not all(n <= int(i) < n + _N_SPECIAL for i in named):
+    n, named = len(ranks), {int(i): one for i, one in (settings.get("added_tokens_decoder") or {}).items()}
+    if not all(n <= i < n + _N_SPECIAL for i in named):
         raise ValueError(f"ids of its special tokens are not {n} to {n + _N_SPECIAL - 1}, those behind the ranks")
-    special = [named.get(str(i), {"content": f"<|reserved_token_{i}|>"}) for i in range(n, n + _N_SPECIAL)]
+    special = [named.get(i, {"content": f"<|reserved_token_{i}|>"}) for i in range(n, n + _N_SPECIAL)]
     words = {token: "".join(LETTERS[byte] for byte in token) for token in sorted(ranks, key=ranks.__getitem__)}
     kinds = [CONTROL if one.get("special", True) else USER_DEFINED for one in special]
     pairs = (halves for token in words if len(token) > 1 and (halves := _halves(token, ranks)) is not None)
