@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.download import choose_files
+from mdi.checkpoint.gguf_export import export_gguf
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.token_ranks import made_of_ranks
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, UsageError
+from mdi.serve.grammar import GrammarSource
 from mdi.text.texts import TextCodec
 from mdi.text.tokenizer import tokenizer_json
+from tiny_checkpoint import write_checkpoint
 
 BYTES = [bytes([byte]) for byte in range(256)]
 CLASS = {"tokenizer_class": "TikTokenTokenizer"}
@@ -64,6 +70,21 @@ def test_blank_lines_are_skipped_and_special_tokens_found_by_number(tmp_path: Pa
     write(folder, BYTES, {**CLASS, "added_tokens_decoder": None}, b"\n")
     codec = TextCodec.from_checkpoint(folder, prompt_style="none")
     assert codec.encode("<|reserved_token_256|>") == [256]
+
+
+def test_a_model_of_sentencepiece_goes_before_ranks(tmp_path: Path) -> None:
+    """For all that reads tokenizers, so that grammars and GGUF files have the ids of texts."""
+    source = LitCheckpoint(write_checkpoint(tmp_path / "tiny"))
+    (source.path / "tokenizer.json").unlink()
+    write(source.path, [])
+    (source.path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="tokenizer.model"):
+        TextCodec.from_checkpoint(source.path, prompt_style="none")
+    assert tokenizer_json(source.path) is None
+    with pytest.raises(UsageError, match="needs a model with a tokenizer.json"):
+        GrammarSource(source.path, [], 320)
+    with pytest.raises(CheckpointError, match="has no tokenizer.json, from which"):
+        export_gguf(PackedSource(source, Packing("float32", "float32")), source.path, tmp_path / "out.gguf")
 
 
 BROKEN: dict[str, tuple[list[bytes], dict[str, Any] | None, bytes, str]] = {
