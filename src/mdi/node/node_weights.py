@@ -265,4 +265,6 @@ def _own_shards(spec: StageSpec, source: WeightSource) -> WeightSource | None:
 
 
 def _holds(source: WeightSource, part: Part) -> bool:
-    return part.name in source.part_names() and source.info(part.name).sha256 == part.sha256
+    """Its length is known at once; its hash may have to be computed of all its bytes."""
+    is_as_long = part.name in source.part_names() and source.n_bytes(part.name) == part.n_bytes
+    return is_as_long and source.info(part.name).sha256 == part.sha256
