@@ -245,7 +245,7 @@ class NodeWeights:
             return None
         if spec.group is None:
             return source
-        key = spec.model.config_hash, spec.group, spec.computing.allow_clipping
+        key = source is self._own_bits, spec.model.config_hash, spec.group, spec.computing.allow_clipping
         if self._shards is None or self._shards[0] != key:
             self._shards = key, _own_shards(spec, source)
         return self._shards[1]
