@@ -13,18 +13,29 @@ import pytest
 
 from families import random_gpt
 from gguf_files import byte_level_tokens, write_gguf
+from mdi.cancel import Cancel
+from mdi.checkpoint import weights
 from mdi.checkpoint.chunks import find_chunk
 from mdi.checkpoint.derived import PackedSource, own_bits
 from mdi.checkpoint.gguf import read_gguf
 from mdi.checkpoint.ggufsource import GgufSource, gguf_directory
-from mdi.checkpoint.parts import part_of
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.parts import PartInfo, part_of
 from mdi.checkpoint.source import ChunkFile
+from mdi.checkpoint.weights import WeightSource, compute_info
 from mdi.cli import launch
 from mdi.control.client import ControlClient
 from mdi.control.messages import PartSpec
+from mdi.errors import ControlError
+from mdi.host.computing import choose_computing
 from mdi.kernels import library
 from mdi.model.tensors import HEAD
-from mdi.spec.options import ParallelOptions
+from mdi.spec.extent import Extent
+from mdi.spec.options import ParallelOptions, Requested
+from mdi.stages.spec import StageSpec
+from mdi.tensor.group import Group
+from mdi.tensor.shard_source import ShardSource
+from mdi.tensor.shares import Share, share_out
 from secondaries import cluster_of, secondary
 from test_mixed_runs import alone, ids
 from tiny_checkpoint import tiny_config, tokenizer
@@ -176,3 +187,38 @@ def test_a_node_sends_its_own_bits_to_another(file: Path, other: Path, tmp_path:
         part = PartSpec(info.name, info.sha256, info.n_bytes)
         ids(cluster_of([own, empty]), folder, tmp_path, quantize="own")
         assert b"".join(own.weights.pieces(part)) == b"".join(parts.pieces("block.1"))
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_part_is_hashed_only_in_the_form_of_its_length(
+    is_plain: bool, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = GgufSource(rewritten(file, tmp_path / "new.gguf"))  # whose hashes nobody knows
+    source = GgufSource(file) if is_plain else at_own_bits(file)
+    info = source.info("block.1")
+    hashed: list[tuple[str, str]] = []
+
+    def noting(of: WeightSource, part: str) -> PartInfo:
+        hashed.append((of.form, part))
+        return compute_info(of, part)
+
+    with secondary(0, tmp_path / "0", weights=other) as own:
+        monkeypatch.setattr(weights, "compute_info", noting)
+        found = b"".join(own.weights.pieces(PartSpec(info.name, info.sha256, info.n_bytes)))
+        with pytest.raises(ControlError, match="does not have block.1"):
+            own.weights.pieces(PartSpec(info.name, info.sha256, info.n_bytes + 1))
+    assert found == b"".join(source.pieces("block.1"))
+    assert set(hashed) == {(source.form, "block.1")}
+
+
+def test_shards_are_of_the_source_that_is_asked_for(file: Path, other: Path, tmp_path: Path) -> None:
+    """Two runs of a group in one form: the file at its own bits does not have it, and its plain numbers do."""
+    config, packing = GgufSource(file).config, Packing("float32", "float32")
+    shares = share_out(config, (1, 1))
+    computing = choose_computing(config, Requested(device="cpu", quantize="float32"), "float32", None)
+    part = ShardSource(GgufSource(file), Share(shares, 0, config), packing).info("block.1")
+    group = Group(0, (), shares, packing)
+    with secondary(0, tmp_path / "0", weights=GgufSource(other)) as node:
+        for source, is_here in ((at_own_bits(file), False), (GgufSource(file), True), (at_own_bits(file), False)):
+            spec = StageSpec("0", source.model_id, (1, 2), (part,), computing, None, group, 1, Extent())
+            assert (not node.weights.missing(spec, (), Cancel())) == is_here

@@ -123,6 +123,16 @@ def test_the_settings_of_deepseek_v3() -> None:
     assert [found.fields[f"deepseek2.{name}"] for name in names] == [8, 4, 576, 3]
 
 
+def test_numbers_of_deepseek_v3_that_are_0() -> None:
+    """llama.cpp needs the fields, and tensors of shared experts."""
+    config = replace(published_config("deepseek-ai/DeepSeek-V3"), n_layer=4)
+    sparse = replace(config, first_k_dense_replace=0)
+    assert written_in_gguf(sparse, model_shapes(sparse, "V3")).fields["deepseek2.leading_dense_block_count"] == 0
+    alone = replace(config, n_shared_expert=None)
+    with pytest.raises(CheckpointError, match="has shared experts, and this model has none"):
+        written_in_gguf(alone, model_shapes(alone, "V3"))
+
+
 def test_fields_that_are_floats_there_are_written_as_such() -> None:
     """A config may have whole numbers in them."""
     config = ModelConfig.of(listed(asdict(tiny_config())))

@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.download import choose_files
+from mdi.checkpoint.gguf_export import export_gguf
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.source import LitCheckpoint
 from mdi.checkpoint.token_ranks import made_of_ranks
-from mdi.errors import CheckpointError
+from mdi.errors import CheckpointError, UsageError
+from mdi.serve.grammar import GrammarSource
 from mdi.text.texts import TextCodec
 from mdi.text.tokenizer import tokenizer_json
+from tiny_checkpoint import write_checkpoint
 
 BYTES = [bytes([byte]) for byte in range(256)]
 CLASS = {"tokenizer_class": "TikTokenTokenizer"}
@@ -57,6 +63,30 @@ def test_what_is_made_lies_in_the_cache_and_is_made_again_for_other_names(tmp_pa
     assert tokenizer_json(folder) == folder / "tokenizer.json", "the folder's own goes first"
 
 
+def test_blank_lines_are_skipped_and_special_tokens_found_by_number(tmp_path: Path) -> None:
+    settings = {**CLASS, "added_tokens_decoder": {"0256": {"content": "[BOS]", "special": True}}}
+    folder = write(tmp_path / "made", BYTES, settings, b"\n\r\n")
+    assert TextCodec.from_checkpoint(folder, prompt_style="none").encode("a[BOS]") == [ord("a"), 256]
+    write(folder, BYTES, {**CLASS, "added_tokens_decoder": None}, b"\n")
+    codec = TextCodec.from_checkpoint(folder, prompt_style="none")
+    assert codec.encode("<|reserved_token_256|>") == [256]
+
+
+def test_a_model_of_sentencepiece_goes_before_ranks(tmp_path: Path) -> None:
+    """For all that reads tokenizers, so that grammars and GGUF files have the ids of texts."""
+    source = LitCheckpoint(write_checkpoint(tmp_path / "tiny"))
+    (source.path / "tokenizer.json").unlink()
+    write(source.path, [])
+    (source.path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="tokenizer.model"):
+        TextCodec.from_checkpoint(source.path, prompt_style="none")
+    assert tokenizer_json(source.path) is None
+    with pytest.raises(UsageError, match="needs a model with a tokenizer.json"):
+        GrammarSource(source.path, [], 320)
+    with pytest.raises(CheckpointError, match="has no tokenizer.json, from which"):
+        export_gguf(PackedSource(source, Packing("float32", "float32")), source.path, tmp_path / "out.gguf")
+
+
 BROKEN: dict[str, tuple[list[bytes], dict[str, Any] | None, bytes, str]] = {
     "no base64": (BYTES, None, b"!!! 256\n", "line 257 is not a byte string in base64 and its rank"),
     "no rank": (BYTES, None, b"YWI=\n", "line 257"),
@@ -64,6 +94,8 @@ BROKEN: dict[str, tuple[list[bytes], dict[str, Any] | None, bytes, str]] = {
     "a rank is left out": (BYTES, None, b"YWI= 257\n", "ranks are not 0, 1, 2"),
     "no single bytes": ([*BYTES[:7], *BYTES[8:]], None, b"", "lacks single bytes"),
     "a token that has no end": ([*BYTES, b"a" * 5000], None, b"", "more than 4096 bytes"),
+    "many that are long": ([*BYTES, *(b"a" * n for n in range(2, 4097))], None, b"", "its tokens are too long"),
+    "a file that is too large": (BYTES, None, b"\n" * 16_000_000, "and may have 16.0 MB"),
     "nothing": ([], None, b"", "lacks single bytes"),
     "another class": (BYTES, {"tokenizer_class": "Other"}, b"", "does not name the class TikTokenTokenizer"),
     "settings that are a list": (BYTES, [], b"", "cannot be used"),  # type: ignore[dict-item]

@@ -37,9 +37,21 @@ from typing import TYPE_CHECKING, Any
 
 from mdi.cancel import Cancel
 from mdi.errors import Code, EngineError, UsageError
+from mdi.kernels.weight_formats import AUTO
 from mdi.model.spec import ModelSpec
 from mdi.spec.combinations import OWN_RING, facts_of, refuse
-from mdi.spec.options import ACCESS, COMMON, LORA, MODEL, SIDE, SIDE_FILE, TUNING, Options, TuningOptions
+from mdi.spec.options import (
+    ACCESS,
+    COMMON,
+    LORA,
+    MODEL,
+    SIDE,
+    SIDE_FILE,
+    TUNING,
+    Options,
+    TuningOptions,
+    own_or_packed,
+)
 from mdi.spec.parser import Parser
 
 if TYPE_CHECKING:
@@ -72,7 +84,7 @@ FIRST = (
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.options("model", *MODEL)
+    parser.options("model", *MODEL, quantize={"read": _format})
     parser.options(
         "nodes", "nodes", "nodes_config", "devices", *ACCESS, "layers", "placement", "fixed", "silence_s", "replay_memory",
         "wait_s", "wire_dtype", "n_frames",
@@ -101,10 +113,6 @@ def run(options: Options, cancel: Cancel) -> int:
         raise UsageError("give --out DIR, and --data FILE to learn from, or --predict FILE", code=Code.FLAGS)
     if options.nodes is not None:
         refuse({**facts_of(options), OWN_RING: OWN_RING}, OWN_RING)
-    if options.quantize == "auto":
-        raise UsageError(
-            "--quantize auto: say which format, so that an interrupted fine-tuning can go on", code=Code.FLAGS
-        )
     options = replace(options, key=with_machines(options).key)
     options = with_model(options, cancel)
     check_cut(options, 1 if options.nodes is None else options.nodes)
@@ -118,6 +126,14 @@ def run(options: Options, cancel: Cancel) -> int:
             is_side = not (out / WEIGHTS_FILE).exists()
             return (_predict if is_side else _predict_through)(options, model, cancel)
         return (_learn if asked.method == SIDE else _learn_through)(options, model, cancel)
+
+
+def _format(text: str, flag: str) -> str:
+    if text == AUTO:
+        raise UsageError(
+            f"{flag} auto: say which format, so that an interrupted fine-tuning can go on", code=Code.FLAGS
+        )
+    return own_or_packed(text, flag)
 
 
 class _Model:

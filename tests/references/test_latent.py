@@ -427,6 +427,32 @@ def test_exported_gguf_files_have_the_tensors_of_llama_cpps_converter_and_give_t
     assert np.abs(logits - expected).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["glm4-moe-lite", "deepseek-v3"])
+def test_llama_cpp_gives_the_same_logits_of_exported_gguf_files(name: str, tmp_path: Path) -> None:
+    """With the epsilon of latent rows that it has for all norms, and the factor of YaRN that it knows."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    folder, ids, _ = folder_of(name, tmp_path)
+    hf = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"rms_norm_eps": 1e-6}
+    if name == "deepseek-v3":
+        assert hf["n_group"] > hf["topk_group"] > 1
+        hf["rope_scaling"]["mscale_all_dim"] = hf["rope_scaling"]["mscale"] = 1.0
+    (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
+    source = open_source(folder)
+    expected = logits_of(stages_of(source, [0, source.config.n_layer], len(ids)), ids)
+    export_gguf(PackedSource(source, Packing("float32", "float32")), folder, out := tmp_path / "out.gguf")
+    n, types = len(ids), {"type_k": 0, "type_v": 0}  # float32
+    model = llama_cpp.Llama(
+        str(out), n_ctx=n, n_batch=n, n_ubatch=n, logits_all=True, verbose=False, n_gpu_layers=0, **types
+    )
+    try:
+        model.eval(ids)
+        found = np.array(model.scores[:n])[:, : expected.shape[1]]
+    finally:
+        model.close()
+    assert np.abs(found - expected).max() < 10 * TOLERANCE
+    assert np.array_equal(found.argmax(axis=1), expected.argmax(axis=1))
+
+
 def test_cosines_with_a_factor_are_not_exported(tmp_path: Path) -> None:
     """llama.cpp knows a factor of the softmax only: here it is another one than that of cosines and sines."""
     folder, *_ = folder_of("deepseek-v3", tmp_path)

@@ -278,7 +278,7 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
         (said({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}), "messages[0]"),
         (said({"type": "redacted_thinking"}), "messages"),
         ({"system": 1}, "system"), ({"system": [{"type": "image"}]}, "system"),
-        ({"tools": {}}, "tools"), ({"tools": [1]}, "tools"), ({"tools": [{}]}, "tools[0].name"),
+        ({"tools": {}}, "tools"), ({"tools": 5}, "tools"), ({"tools": [1]}, "tools"), ({"tools": [{}]}, "tools[0].name"),
         ({"tools": [LOOK] * 129}, "tools"),
         ({"tools": [{**LOOK, "input_schema": 1}]}, "tools[0].input_schema"), ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({**TOOLS, "tool_choice": {"type": "tool", "name": "go"}}, "tool_choice"),

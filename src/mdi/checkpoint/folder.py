@@ -22,7 +22,7 @@ TOKENIZER_FILES = (
     "generation_config.json", CHAT_TEMPLATE,
 )  # fmt: skip
 POOLING_FILES = ("modules.json", "1_Pooling/config.json")  # of models that embed texts (`mdi.checkpoint.pooling`)
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", RANKS)  # a model needs one of them
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", RANKS)  # a model needs one of them, of several the first
 MADE_TOKENIZERS = "tokenizers"  # in the cache folder: what was made of ranks
 GGUF_NOTE = "gguf.json"  # has the path of the folder's GGUF file
 PARTS_FILE = "parts.json"  # hashes of the weights beside it (`mdi.checkpoint.records`)
@@ -186,6 +186,11 @@ def gguf_file(directory: Path) -> Path | None:
         return None
     is_allowed = directory.parent.name == GGUF_FOLDERS if path.is_absolute() else ".." not in path.parts
     return directory / path if is_allowed else None
+
+
+def tokenizer_file(folder: Path) -> Path | None:
+    """The one of a folder's tokenizers that is used; None if it has none."""
+    return next((folder / name for name in TOKENIZERS if (folder / name).is_file()), None)
 
 
 def stated_blocks(folder: Path) -> int | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mdi.checkpoint.derived import PackedSource
-from mdi.checkpoint.folder import RANKS
+from mdi.checkpoint.folder import RANKS, tokenizer_file
 from mdi.checkpoint.gguftokenizer import tokenizer_fields
 from mdi.checkpoint.hfconfig import read_hf_config
 from mdi.checkpoint.packing import PartWeights, plain
@@ -92,8 +92,7 @@ def export_gguf(
     model = written_in_gguf(config, shapes, stated_family(read_hf_config(stated)) if stated.is_file() else None)
     held = _held(model.pieces, source)
     kinds = {name: _type_of(source, rows, shapes, name) for name, rows in held.items()}
-    is_of_ranks = not (directory / "tokenizer.json").is_file() and (directory / RANKS).is_file()
-    made = made_of_ranks(directory) if is_of_ranks else None
+    made = made_of_ranks(directory) if tokenizer_file(directory) == directory / RANKS else None
     fields = {
         **model.fields,
         "general.name": config.name or path.stem,

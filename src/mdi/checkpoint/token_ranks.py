@@ -18,13 +18,17 @@ from mdi.errors import CheckpointError
 from mdi.files import default_cache_dir, replacing
 from mdi.spec.settings_file import parse_json
 from mdi.text.pretokenizers import LETTERS
+from mdi.units import size
 
 _CLASS = "TikTokenTokenizer"
 _CUT = "kimi-k2"  # see mdi.text.pretokenizers
 _N_SPECIAL = 256  # behind the ranks
 _N_BYTES = 256
 _LONGEST = 4096  # bytes of a token; one of blanks has 256 or so
-_VERSION = 1  # of what is made
+_MOST_BYTES = 16_000_000  # of a file; Kimi's has less than 3 MB
+# Of all tokens, the squares of their lengths: so long `_halves` takes, at most half a minute. Real ones have 5 to 20 million.
+_MOST_SQUARES = 50_000_000
+_VERSION = 2  # of what is made
 
 Ranks = dict[bytes, int]
 
@@ -37,7 +41,7 @@ def made_of_ranks(directory: Path) -> Path:
     """
     path = directory / RANKS
     try:
-        stored, settings = path.read_bytes(), (directory / "tokenizer_config.json").read_bytes()
+        stored, settings = _content(path), _content(directory / "tokenizer_config.json")
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} needs the tokenizer_config.json beside it, which names its special tokens"
@@ -56,10 +60,19 @@ def made_of_ranks(directory: Path) -> Path:
     return made
 
 
+def _content(path: Path) -> bytes:
+    """Raises CheckpointError, OSError."""
+    if (n_bytes := path.stat().st_size) > _MOST_BYTES:
+        raise CheckpointError(f"{path} cannot be used: it has {size(n_bytes)}, and may have {size(_MOST_BYTES)}")
+    return path.read_bytes()
+
+
 def _ranks(stored: bytes) -> Ranks:
     """Of lines of a byte string in base64 and its rank, which is its id. Raises ValueError."""
     found: Ranks = {}
     for number, line in enumerate(stored.splitlines()):
+        if not line:  # as tiktoken
+            continue
         token, _, rank = line.partition(b" ")
         try:
             found[base64.b64decode(token, validate=True)] = int(rank)
@@ -67,6 +80,8 @@ def _ranks(stored: bytes) -> Ranks:
             raise ValueError(f"line {number + 1} is not a byte string in base64 and its rank") from None
     if max(map(len, found), default=0) > _LONGEST:
         raise ValueError(f"it has a token of more than {_LONGEST} bytes")
+    if sum(len(token) ** 2 for token in found) > _MOST_SQUARES:
+        raise ValueError("its tokens are too long")
     if sorted(found.values()) != list(range(len(found))):
         raise ValueError("its ranks are not 0, 1, 2 and so on, each once")
     if not all(bytes([byte]) in found for byte in range(_N_BYTES)):
@@ -80,10 +95,10 @@ def _fields(ranks: Ranks, settings: Any) -> dict[str, Any]:
         raise ValueError(
             f"tokenizer_config.json does not name the class {_CLASS}, so that its splitting pattern is not known"
         )
-    n, named = len(ranks), settings.get("added_tokens_decoder", {})
-    if not all(n <= int(i) < n + _N_SPECIAL for i in named):
+    n, named = len(ranks), {int(i): one for i, one in (settings.get("added_tokens_decoder") or {}).items()}
+    if not all(n <= i < n + _N_SPECIAL for i in named):
         raise ValueError(f"ids of its special tokens are not {n} to {n + _N_SPECIAL - 1}, those behind the ranks")
-    special = [named.get(str(i), {"content": f"<|reserved_token_{i}|>"}) for i in range(n, n + _N_SPECIAL)]
+    special = [named.get(i, {"content": f"<|reserved_token_{i}|>"}) for i in range(n, n + _N_SPECIAL)]
     words = {token: "".join(LETTERS[byte] for byte in token) for token in sorted(ranks, key=ranks.__getitem__)}
     kinds = [CONTROL if one.get("special", True) else USER_DEFINED for one in special]
     pairs = (halves for token in words if len(token) > 1 and (halves := _halves(token, ranks)) is not None)

@@ -15,9 +15,10 @@ import importlib
 import sys
 from typing import Any
 
+from mdi.errors import UsageError
 from mdi.kernels.weight_formats import AUTO, MIXTURES, OWN, PACKED
 from mdi.spec.options import COMMON, Options
-from mdi.spec.parser import Parser
+from mdi.spec.parser import Declared, Parser
 
 MODELS = ("model", "ckpt")  # also a GGUF file
 FORMATS = (AUTO, OWN, *PACKED, *MIXTURES)
@@ -60,5 +61,14 @@ def _whole_parser() -> argparse.ArgumentParser:
                 is_folder = kind == "DIR" and action.dest not in MODELS
                 setattr(action, "complete", shtab.DIRECTORY if is_folder else shtab.FILE)  # noqa: B010, as shtab asks
             elif kind == "FORMAT":
-                action.choices = FORMATS
+                option = next(one for one in parser.declared.values() if one.dest == action.dest)
+                action.choices = [form for form in FORMATS if _is_taken(option, form)]
     return whole
+
+
+def _is_taken(option: Declared, value: str) -> bool:
+    try:
+        option.value(value)
+    except UsageError:
+        return False
+    return True

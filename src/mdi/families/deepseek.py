@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from mdi.errors import CheckpointError
 from mdi.families.config_json import LLAMA_LIKE, SIGMOIDS, SILU, Json, refuse, said, words
 from mdi.families.family import Family
 from mdi.families.gguf import Fields, Gguf, check_sigmoid, experts, names, rms_eps
@@ -160,12 +161,14 @@ def _own_fields(config: ModelConfig) -> Json:
     latent = config.latent_attention
     if latent is None:
         raise ValueError("no latent attention")
+    if not config.n_shared_expert:  # llama.cpp needs their number and their tensors
+        raise CheckpointError("a GGUF file with latent attention has shared experts, and this model has none")
     rank, rotated, nope, value = (latent[key] for key in _SIZES)
     found: Json = {
         "attention.head_count_kv": 1, "attention.key_length": rank + rotated, "attention.value_length": rank,
         "attention.key_length_mla": nope + rotated, "attention.value_length_mla": value, "attention.kv_lora_rank": rank,
         "attention.q_lora_rank": latent.get("q_lora_rank"), "rope.dimension_count": rotated,
-        "leading_dense_block_count": config.first_k_dense_replace, "expert_shared_count": config.n_shared_expert,
+        "leading_dense_block_count": config.first_k_dense_replace or 0, "expert_shared_count": config.n_shared_expert,
         "expert_weights_scale": float(config.routed_scaling_factor), "expert_weights_norm": True, "expert_gating_func": 2,
         "expert_group_count": config.n_expert_groups or 1, "expert_group_used_count": config.n_topk_groups or 1,
     }  # fmt: skip

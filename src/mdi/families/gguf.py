@@ -248,7 +248,7 @@ def fields_of(config: ModelConfig, own: Json | None = None) -> Json:
     """What a file says of a model, without the architecture before each name. Not every family reads it as the same model.
 
     Args:
-        own: see Gguf.own.
+        own: see Gguf.own; None leaves a field out. 0 is written, unlike in the fields of all files.
     """
     eps = "layer_norm_rms_epsilon" if config.norm_class_name == "RMSNorm" else "layer_norm_epsilon"
     found: Json = {
@@ -269,7 +269,8 @@ def fields_of(config: ModelConfig, own: Json | None = None) -> Json:
     factor = scaling.get("factor", 1) if set(scaling) == {"factor"} else config.rope_condense_ratio
     if factor != 1:
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(factor)}
-    return {name: value for name, value in (found | (own or {})).items() if value}
+    found = {name: value for name, value in found.items() if value}
+    return {name: value for name, value in (found | (own or {})).items() if value is not None}
 
 
 def rope_factors(config: ModelConfig) -> np.ndarray | None:

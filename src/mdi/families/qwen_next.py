@@ -209,7 +209,7 @@ def _own_fields(config: ModelConfig) -> Json:
         "full_attention_interval": interval,
         # Times, rows and columns of images; words have the same position in all three.
         "rope.dimension_sections": [-(-(n_pairs - i) // 3) for i in range(3)] + [0],
-        "expert_shared_feed_forward_length": (config.moe_intermediate_size or 0) * (config.n_shared_expert or 0),
+        "expert_shared_feed_forward_length": (config.moe_intermediate_size or 0) * (config.n_shared_expert or 0) or None,
     }  # fmt: skip
 
 

@@ -245,7 +245,7 @@ class NodeWeights:
             return None
         if spec.group is None:
             return source
-        key = spec.model.config_hash, spec.group, spec.computing.allow_clipping
+        key = source is self._own_bits, spec.model.config_hash, spec.group, spec.computing.allow_clipping
         if self._shards is None or self._shards[0] != key:
             self._shards = key, _own_shards(spec, source)
         return self._shards[1]
@@ -265,4 +265,6 @@ def _own_shards(spec: StageSpec, source: WeightSource) -> WeightSource | None:
 
 
 def _holds(source: WeightSource, part: Part) -> bool:
-    return part.name in source.part_names() and source.info(part.name).sha256 == part.sha256
+    """Its length is known at once; its hash may have to be computed of all its bytes."""
+    is_as_long = part.name in source.part_names() and source.n_bytes(part.name) == part.n_bytes
+    return is_as_long and source.info(part.name).sha256 == part.sha256

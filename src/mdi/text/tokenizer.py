@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mdi.checkpoint.folder import RANKS, TOKENIZERS
+from mdi.checkpoint.folder import RANKS, TOKENIZERS, tokenizer_file
 from mdi.errors import CheckpointError, Code
 from mdi.spec.cluster import nearest_existing
 
@@ -157,17 +157,17 @@ class FileTokenizer:
 
 
 def tokenizer_json(directory: Path) -> Path | None:
-    """The file of a folder, or the one that is made of its `tiktoken.model`; None if it has neither.
+    """The file of a folder, or the one that is made of its `tiktoken.model`; None if its tokenizer is another, or missing.
 
     Raises:
         CheckpointError: see `mdi.checkpoint.token_ranks`.
     """
-    own = directory / "tokenizer.json"
-    if own.is_file() or not (directory / RANKS).is_file():
-        return own if own.is_file() else None
-    from mdi.checkpoint.token_ranks import made_of_ranks  # which needs a library that other folders do not need
+    used = tokenizer_file(directory)
+    if used == directory / RANKS:
+        from mdi.checkpoint.token_ranks import made_of_ranks  # which needs a library that other folders do not need
 
-    return made_of_ranks(directory)
+        return made_of_ranks(directory)
+    return used if used == directory / "tokenizer.json" else None
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -203,13 +203,13 @@ def read_tokenizer(directory: Path, config: Mapping[str, Any], generation: Mappi
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    name = next((n for n in TOKENIZERS if (directory / n).is_file()), None)
-    if name is None:
+    used = tokenizer_file(directory)
+    if used is None:
         found = (
             "nothing of the kind" if directory.is_dir() else f"no such directory; {nearest_existing(directory)} exists"
         )
         raise CheckpointError(f"no tokenizer in {directory}: expected {' or '.join(TOKENIZERS)}, found {found}")
-    backend = "sentencepiece" if name == "tokenizer.model" else "huggingface"
+    backend = "sentencepiece" if used.name == "tokenizer.model" else "huggingface"
     unknown = {"backend": backend, "bos_id": None, "eos_id": None, "use_bos": False}
     try:
         tokenizer = FileTokenizer(directory, unknown)
@@ -217,7 +217,7 @@ def read_tokenizer(directory: Path, config: Mapping[str, Any], generation: Mappi
     except CheckpointError:
         raise
     except Exception as e:  # tokenizers raises bare Exception
-        raise CheckpointError(f"the tokenizer {directory / name} cannot be used: {' '.join(str(e).split())}") from e
+        raise CheckpointError(f"the tokenizer {used} cannot be used: {' '.join(str(e).split())}") from e
     tokenizer.adds_eos = bool(config.get("add_eos_token"))
     has_own = backend == "huggingface" and "add_bos_token" not in config and tokenizer.bos_id is not None
     # A tokenizer that adds the id itself is a better source than names.
