@@ -161,6 +161,21 @@ def test_a_cut_that_was_not_taken_rests_for_a_while() -> None:
     assert nodes.best(ring.compute(secondary1=6.0)) is not None  # type: ignore[arg-type]
 
 
+class Late(dict[str, Any]):
+    def items(self) -> Any:
+        for one in super().items():
+            self["late"] = None
+            yield one
+
+
+def test_a_node_that_answers_late_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fan_out(calls: Any) -> Any:
+        return SimpleNamespace(join=lambda s: None, results=Late({name: call() for name, call in calls.items()}))
+
+    monkeypatch.setattr(mdi.run.loop, "FanOut", fan_out)
+    assert looks(SlowNodes("run", moving()), Ring(), SLOW, SLOW) is not None
+
+
 def test_without_measurements_the_cut_stays() -> None:
     unknown = MovingCut(model(12), None, Workload(4, 100), 1 << 20, lambda: 10**6)
     assert looks(SlowNodes("run", unknown), Ring(), SLOW, SLOW) is None

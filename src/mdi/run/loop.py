@@ -257,7 +257,7 @@ class SlowNodes:
             self._ring, self._last, self._seen, self._rests_until = ring.number, {}, {}, 0.0
         asked = FanOut({client.node.name: partial(self._asked, client) for client in ring.clients})
         asked.join(ASK_S)
-        last, self._last = self._last, {name: one for name, one in asked.results.items() if one is not None}
+        last, self._last = self._last, {name: one for name, one in dict(asked.results).items() if one is not None}
         spent = {name: (n - last[name][0], s - last[name][1]) for name, (n, s) in self._last.items() if name in last}
         times = self._cut.slower_nodes(
             ring.stages, {name: s / n for name, (n, s) in spent.items() if n >= LEAST_FRAMES}
