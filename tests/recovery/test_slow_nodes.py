@@ -18,6 +18,7 @@ from clusters import block, cluster, model, node
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.worker import TappedStage
 from mdi.placement.model import ModelShape, Workload
+from mdi.run.choice import Neighbour
 from mdi.run.cut import MovingCut
 from mdi.run.loop import REST_S, SlowNodes
 from mdi.run.nodes import GivenNodes
@@ -194,6 +195,24 @@ def test_a_node_that_tells_nonsense_does_not_count(nonsense: dict[str, Any] | No
         told = {**ring.told, "secondary0": wrong}
         found = nodes.best(Ring().tell(told))  # type: ignore[arg-type]
     assert found is not None and found.counts[2] == 1
+
+
+def test_who_watches_slow_nodes(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other placements are not for the shortest round, and beside other models times of a plan are not those of computing."""
+    made: list[str] = []
+    monkeypatch.setattr(mdi.run.run, "SlowNodes", lambda run, cut: made.append(run) or SlowNodes(run, cut))
+    options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", layers="2,3")
+    beside = [Neighbour(("starter",), None)]
+    with secondaries(1, tmp_path) as nodes:
+        cluster = cluster_of(nodes)
+        for wanted, others in ((replace(options, layers=None, placement="even"), ()), (options, beside), (options, ())):
+            with Run(GivenNodes(cluster), wanted, 20, n_texts=1, beside=others) as run:
+                assert made == ([run.run_id] if wanted is options and not others else [])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("slow") / "endless", with_end=False, block_size=65536)
 
 
 def test_texts_go_on_while_a_busy_node_gets_fewer_blocks(
