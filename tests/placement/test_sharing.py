@@ -76,3 +76,7 @@ def test_limits_of_one_node_are_not_those_of_its_machine() -> None:
     whole = ClusterProfile(tuple(replace(NODE, name=name, machine="x") for name in "abc"), (), "", "", "float32")
     found = left_over(whole, {"a": 16 * GB, "b": GB, "c": 16 * GB}, {})
     assert [node.memory_bytes / GB for node in found.nodes] == pytest.approx([16 * 16 / 33, 16 / 33, 16 * 16 / 33])
+
+
+def test_a_slower_node_computes_attention_slower() -> None:
+    assert replace(NODE, attention_macs_s=8e9).at_pace(4).attention_macs_s == 2e9

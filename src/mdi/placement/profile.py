@@ -86,7 +86,7 @@ class NodeProfile:
         return replace(
             self, n_cores=self.n_cores / times, read_bytes_s=self.read_bytes_s / times,
             block_s=tuple((rows, s * times) for rows, s in self.block_s),
-            head_s=tuple((rows, s * times) for rows, s in self.head_s),
+            head_s=tuple((rows, s * times) for rows, s in self.head_s), attention_macs_s=self.attention_macs_s / times,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
