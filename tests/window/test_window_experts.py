@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from windows import FRAMES, LENGTH, apart, chunks, run, same, whole
 
 from mdi.checkpoint.chunks import ChunkFile, write_chunks
@@ -21,6 +25,7 @@ from mdi.checkpoint.hfconfig import derive_config
 from mdi.checkpoint.packing import Packing
 from mdi.cli import launch
 from mdi.errors import CheckpointError, LimitError
+from mdi.files import default_cache_dir
 from mdi.kernels import library
 from mdi.kernels.slices import Slice
 from mdi.model.plain import spec_of
@@ -35,6 +40,8 @@ from test_delta_files import SIZES as NEXT
 from test_gemma4 import FORMS, SIZES
 from test_own_families import FAMILIES, random_checkpoint
 from tiny_models import tiny_lit
+
+SRC = Path(__file__).resolve().parents[2] / "src"
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 
@@ -297,3 +304,36 @@ def test_a_run_with_little_memory_has_the_same_texts(
     (node,) = found["nodes"]
     assert node["expert_misses"] > 0 and node["expert_hits"] > 0 and node["weights_read_bytes"] > 0
     assert expected["nodes"][0]["expert_misses"] == 0
+
+
+@pytest.mark.slow
+def test_a_ring_of_three_with_little_memory_has_the_same_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three processes, each with room for some of its experts."""
+    (cache := tmp_path / "cache").mkdir()
+    (cache / "kernels").symlink_to(default_cache_dir() / "kernels")  # processes would compile them again
+    monkeypatch.setenv("MDI_CACHE_DIR", str(cache))
+    sizes = {"n_embd": 256, "moe_intermediate_size": 512, "n_expert": 16, "n_expert_per_token": 2, "n_layer": 6}
+    folder, _ = tiny_lit(tmp_path / "m", "Qwen3-30B-A3B", vocab_size=512, padded_vocab_size=512, **sizes)
+    pickled = folder / "lit_model.pth"  # which every node would load torch for
+    weights = {name: tensor.clone() for name, tensor in torch.load(pickled, weights_only=True).items()}
+    save_file(weights, folder / "lit_model.safetensors")
+    pickled.unlink()
+    assert launch("prepare-model", [str(folder), "--n-nodes", "3", "--quantize", "float32"]) == 0
+    prompts = ["--prompt", "The ring", "--prompt", "Who are you?", "--prompt-style", "none", "--n-tokens", "8"]
+    how = [*prompts, "--ckpt", str(folder), "--quantize", "float32", "--temperature", "0", "--json"]
+
+    def ring(memory: str) -> Any:
+        program = [sys.executable, str(SRC / "local_ring.py"), "--nodes", "3", "--memory", memory, *how]
+        return json.loads(subprocess.run(program, capture_output=True, check=False).stdout)
+
+    capsys.readouterr()
+    assert launch("sample", how) == 0
+    expected = json.loads(capsys.readouterr().out)
+    told = re.search(r"--memory (\d+)M", failed := ring("1M")["error"])
+    assert told is not None, failed
+    found = ring(f"{int(told[1]) + 16}M")
+    assert [one["token_ids"] for one in found["samples"]] == [one["token_ids"] for one in expected["samples"]]
+    assert len(found["nodes"]) == 3 and all(node["expert_misses"] > 0 for node in found["nodes"])
+    assert found["nodes"][0]["expert_misses"] > 2 * 16, "each of them was read once"
