@@ -76,6 +76,7 @@ def test_a_prompt_that_was_kept(disk: float, said: str, capsys: pytest.CaptureFi
         node["disk_read_bytes_s"] = disk
     (path := tmp_path / "cluster.json").write_text(json.dumps(known))
     flags = ["--profiles", str(path), "--config", "tiny-llama-1.1b", "--quantize", "int8", "--kv-dtype", "fp16"]
+    flags += ["--n-samples", "4"]  # which all nodes are used for
     assert launch("plan", flags) == 0 and "prefixes:" not in capsys.readouterr().out
     assert launch("plan", [*flags, "--keep-prefixes", "1G"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("prefixes:")]
@@ -86,6 +87,12 @@ def test_a_prompt_that_was_kept(disk: float, said: str, capsys: pytest.CaptureFi
     assert first["kept_bytes"] == 22 * a_block
     most = max(stop - start for start, stop in (node["blocks"] for node in found["nodes"]))
     assert most < 22 and first["read_s"] == (pytest.approx(most * a_block / disk) if disk else None), "all read at once"
+    for node in known["nodes"]:
+        node["machine"] = "one"
+    path.write_text(json.dumps(known))
+    assert launch("plan", [*flags, "--keep-prefixes", "1G", "--json"]) == 0
+    read_s = json.loads(capsys.readouterr().out)["first_token"]["read_s"]
+    assert read_s == (pytest.approx(22 * a_block / disk) if disk else None), "from one disk"
 
 
 def test_clients(capsys: pytest.CaptureFixture[str], profiles: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import mdi.run.choice as format_choice
 from mdi.errors import PlacementError
 from mdi.kernels import library
-from mdi.run.choice import first_that_fits, formats_to_try
+from mdi.run.choice import NotKnownError, first_that_fits, formats_to_try
 from mdi.run.nodes import GivenNodes
 from mdi.run.run import Run
 from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -52,6 +52,18 @@ def test_the_first_that_can_be_placed(fitting: str | None) -> None:
         first_that_fits([None, "int8", "int4"], place)
         assert tried[-1] == fitting
     assert tried == [None, "int8", "int4"][: len(tried)]
+
+
+def test_no_smaller_one_is_tried_where_nothing_is_known_of_the_nodes() -> None:
+    tried: list[str | None] = []
+
+    def place(form: str | None) -> None:
+        tried.append(form)
+        raise NotKnownError("not known")
+
+    with pytest.raises(PlacementError):
+        first_that_fits([None, "int8"], place)
+    assert tried == [None]
 
 
 @pytest.mark.skipif(library.load() is None, reason="no kernels")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -431,24 +432,40 @@ def test_who_has_many_conversations_takes_nobody_his_last_one() -> None:
     assert [prefixes.drop_oldest() for _ in range(3)] == [2, 3, 11], "each has one"
 
 
-def test_what_a_waiting_text_begins_with_is_dropped_last() -> None:
-    def text(seq_id: int, first: int, n_pages: int) -> Sequence:
-        return Sequence(
-            seq_id, tuple(range(first, first + n_pages * PAGE + 1)), SamplingParams(n_tokens=1), 10_000, owner="a"
-        )
+def test_what_is_wanted_goes_behind_what_other_owners_used_last() -> None:
+    prefixes = Prefixes(CacheMemory((NodeCaches("starter", 100, (PageClass(None, 1),)),)), 1.0)
+    for seq_id, owner in ((1, "/a"), (2, "/a"), (3, "/b")):
+        prefixes.add(Kept(seq_id, owner, tuple(range(seq_id * 1000, seq_id * 1000 + PAGE)), (2,)))
+    prefixes.wanted[9] = 1
+    prefixes.add(Kept(4, "/a", tuple(range(1000, 1000 + 2 * PAGE)), (2,)))  # has all of the first one
+    prefixes.add(Kept(5, "/a", tuple(range(5000, 5000 + PAGE)), (2,)))
+    assert [prefixes.drop_oldest() for _ in range(4)] == [2, 3, 5, 4]
+
+
+@pytest.mark.parametrize(
+    "kept, limit", [(((0, 3, "a"), (5000, 5, "a")), 13), (((0, 3, "a"), (3000, 3, "a"), (5000, 5, "b")), 18)]
+)
+def test_what_a_waiting_text_begins_with_is_dropped_last(kept: tuple[tuple[int, int, str], ...], limit: int) -> None:
+    """Also where another owner would lose the only one."""
+    ids = count(1)
+
+    def submit(first: int, n_pages: int, owner: str) -> None:
+        prompt = tuple(range(first, first + n_pages * PAGE + 1))
+        scheduler.submit(Sequence(next(ids), prompt, SamplingParams(n_tokens=1), 10_000, owner=owner))
 
     scheduler = Scheduler(1, kept_share=1.0)
-    scheduler.rewind(1, CacheMemory((NodeCaches("starter", 13, (PageClass(None, 1),)),)))
+    scheduler.rewind(1, CacheMemory((NodeCaches("starter", limit, (PageClass(None, 1),)),)))
 
     def go_on() -> None:
         while (plan := scheduler.schedule()) is not None:
             scheduler.update(plan.number, {part.seq_id: [5] for part in plan.slices if part.n_logits})
 
-    for seq_id, first, n_pages in ((1, 0, 3), (2, 5000, 5)):
-        scheduler.submit(text(seq_id, first, n_pages))
+    for one in kept:
+        submit(*one)
         go_on()
     assert scheduler.n_reused == 0
-    scheduler.submit(text(3, 9000, 4))
-    scheduler.submit(text(4, 0, 3))  # as the one that was used longest ago
+    submit(9000, 4, kept[-1][2])
+    for one in kept[:-1]:  # as those that were used longest ago
+        submit(*one)
     go_on()
-    assert scheduler.n_reused == 3 * PAGE and not scheduler.has_work
+    assert scheduler.n_reused == 3 * PAGE * (len(kept) - 1) and not scheduler.has_work

@@ -70,3 +70,13 @@ def test_another_model_gets_what_is_left_of_memory_and_time() -> None:
     assert [node.memory_bytes / GB for node in found.nodes] == [2, 3, 3], "the process is there already"
     assert [node.block_s for node in found.nodes] == [((1, 1.0),), ((1, 1.5),), ((1, 0.5),)]
     assert [node.read_bytes_s for node in found.nodes] == pytest.approx([NODE.read_bytes_s / n for n in (2, 3, 1)])
+
+
+def test_limits_of_one_node_are_not_those_of_its_machine() -> None:
+    whole = ClusterProfile(tuple(replace(NODE, name=name, machine="x") for name in "abc"), (), "", "", "float32")
+    found = left_over(whole, {"a": 16 * GB, "b": GB, "c": 16 * GB}, {})
+    assert [node.memory_bytes / GB for node in found.nodes] == pytest.approx([16 * 16 / 33, 16 / 33, 16 * 16 / 33])
+
+
+def test_a_slower_node_computes_attention_slower() -> None:
+    assert replace(NODE, attention_macs_s=8e9).at_pace(4).attention_macs_s == 2e9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 
 import mdi.run.loop
 import mdi.run.run
-from clusters import cluster, model, node
+from clusters import block, cluster, model, node
 from mdi.engine.sequence import SamplingParams
 from mdi.engine.worker import TappedStage
-from mdi.placement.model import Workload
+from mdi.placement.model import ModelShape, Workload
+from mdi.run.choice import Neighbour
 from mdi.run.cut import MovingCut
-from mdi.run.loop import SlowNodes
+from mdi.run.loop import REST_S, SlowNodes
 from mdi.run.nodes import GivenNodes
 from mdi.run.policy import Form, Stage
 from mdi.run.run import Run
@@ -33,9 +35,9 @@ RING = tuple(Stage(name, 3 * k, 3 * k + 3) for k, name in enumerate(NAMES))
 BLOCK_S = 1e-3  # of a node of `clusters`
 
 
-def moving(n_rounds: int = 10**6, **changes: Any) -> MovingCut:
+def moving(n_rounds: int = 10**6, shape: ModelShape | None = None, **changes: Any) -> MovingCut:
     profile = cluster(*(replace(node(name), **changes.get(name, {})) for name in NAMES))
-    return MovingCut(model(12, head_bytes=0), profile, Workload(4, 100), 1 << 26, lambda: n_rounds)
+    return MovingCut(shape or model(12, head_bytes=0), profile, Workload(4, 100), 1 << 26, lambda: n_rounds)
 
 
 class Ring:
@@ -53,6 +55,10 @@ class Ring:
             for name in NAMES[1:]
         ]
 
+    def tell(self, told: dict[str, Any]) -> Ring:
+        self.told.update(told)
+        return self
+
     def compute(self, n_frames: int = 100, **times: float) -> Ring:
         """More frames; blocks of some nodes take so many times as long."""
         for name, start, stop in ((one.name, one.start, one.stop) for one in self.stages[1:]):
@@ -65,11 +71,17 @@ class Ring:
 def looks(nodes: SlowNodes, ring: Ring, *times: dict[str, float], n_frames: int = 100) -> Form | None:
     found: Any = None
     for one in ({}, *times):
-        found = nodes.best(ring.compute(n_frames, **one))  # type: ignore[arg-type]
+        found = nodes.best(ring.compute(n_frames, **one)) or found  # type: ignore[arg-type]
     return found
 
 
+def stages(*counts: int) -> tuple[Stage, ...]:
+    edges = [0, *accumulate(counts)]
+    return tuple(Stage(name, *span) for name, span in zip(NAMES, pairwise(edges), strict=True))
+
+
 SLOW = {"secondary1": 6.0}
+SWAPPED = ("starter", "secondary1", "secondary0", "secondary2")
 
 
 def test_a_node_that_was_slow_twice_gets_fewer_blocks_and_gets_them_back() -> None:
@@ -97,25 +109,105 @@ def test_a_node_that_was_slow_twice_gets_fewer_blocks_and_gets_them_back() -> No
             SLOW,
             100,
         ),
+        ("blocks of several kinds", moving(shape=model(blocks=(*(block(),) * 11, block(25)))), SLOW, 100),
+        ("the last stages skip rows of prompts", moving(shape=model(12, skipped_from=6)), SLOW, 100),
     ],
 )
 def test_the_cut_stays_where_another_one_gains_nothing(what: str, cut: MovingCut, times: Any, n_frames: int) -> None:
     assert looks(SlowNodes("run", cut), Ring(), times, times, times, n_frames=n_frames) is None
 
 
-def test_without_measurements_or_with_nonsense_the_cut_stays() -> None:
+def test_the_very_ring_from_before_comes_back() -> None:
+    """And not another one that is as fast and moves less."""
+    nodes, ring = SlowNodes("run", moving(shape=model(11, head_bytes=0))), Ring()
+    ring.stages = before = stages(2, 3, 3, 3)
+    assert looks(nodes, ring, SLOW, SLOW) is not None
+    ring.number, ring.stages = 2, stages(3, 3, 1, 4)
+    again = looks(nodes, ring, {}, {})
+    assert again is not None and again.stages == before
+    ring.number, ring.stages = 3, before
+    assert looks(nodes, ring, {}, {}) is None
+
+
+def test_a_ring_that_has_changed_otherwise_is_cut_anew_when_no_node_is_slow() -> None:
+    nodes, ring = SlowNodes("run", moving()), Ring()
+    assert looks(nodes, ring, SLOW, SLOW) is not None
+    ring.number, ring.stages = 2, tuple(replace(one, name=name) for one, name in zip(RING, SWAPPED, strict=True))
+    ring.stages = (*ring.stages[:2], replace(ring.stages[2], stop=7), replace(ring.stages[3], start=7))
+    again = looks(nodes, ring, {}, {}, {})
+    assert again is not None and again.names == SWAPPED and again.counts == (3, 3, 3, 3)
+
+
+def test_all_who_plan_know_that_a_node_is_slow() -> None:
+    cut, ring = moving(), Ring()
+    nodes = SlowNodes("run", cut)
+    assert cut(RING, {}) == (3, 3, 3, 3)
+    assert looks(nodes, ring, SLOW, SLOW) is not None
+    lost = cut(RING[:3], {})
+    assert lost is not None and lost[2] <= 2, "after a loss"
+    cut.learn(node("secondary9"))
+    joined = cut((*RING, Stage("secondary9", 0, 0)), {})
+    assert joined is not None and joined[2] == 1, "with one more"
+    assert looks(nodes, ring, {}, {}) is None and cut(RING, {}) == (3, 3, 3, 3)
+
+
+def test_a_cut_that_was_not_taken_rests_for_a_while() -> None:
+    now = [0.0]
+    nodes, ring = SlowNodes("run", moving(), lambda: now[0]), Ring()
+    assert looks(nodes, ring, SLOW, SLOW) is not None
+    for k in range(5):
+        now[0] += 5.0
+        assert looks(nodes, ring, {"secondary1": 6.0 + 3 * k}) is None
+    now[0] = REST_S
+    assert nodes.best(ring.compute(secondary1=6.0)) is not None  # type: ignore[arg-type]
+
+
+class Late(dict[str, Any]):
+    def items(self) -> Any:
+        for one in super().items():
+            self["late"] = None
+            yield one
+
+
+def test_a_node_that_answers_late_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fan_out(calls: Any) -> Any:
+        return SimpleNamespace(join=lambda s: None, results=Late({name: call() for name, call in calls.items()}))
+
+    monkeypatch.setattr(mdi.run.loop, "FanOut", fan_out)
+    assert looks(SlowNodes("run", moving()), Ring(), SLOW, SLOW) is not None
+
+
+def test_without_measurements_the_cut_stays() -> None:
     unknown = MovingCut(model(12), None, Workload(4, 100), 1 << 20, lambda: 10**6)
     assert looks(SlowNodes("run", unknown), Ring(), SLOW, SLOW) is None
+
+
+@pytest.mark.parametrize(
+    "nonsense", [None, {}, {"frames": "x"}, {"compute_s": "x"}, {"compute_s": -1.0}, {"compute_s": float("inf")}]
+)
+def test_a_node_that_tells_nonsense_does_not_count(nonsense: dict[str, Any] | None) -> None:
     nodes, ring = SlowNodes("run", moving()), Ring()
-    for told in (
-        None,
-        {},
-        {"frames": "x", "compute_s": 1.0},
-        {"frames": 7, "compute_s": -1.0},
-        {"frames": 0, "compute_s": 0},
-    ):
-        ring.told = dict.fromkeys(NAMES, told)  # type: ignore[arg-type]
-        assert nodes.best(ring) is None  # type: ignore[arg-type]
+    found = None
+    for k, times in enumerate(({}, SLOW, SLOW)):
+        ring.compute(**times)  # type: ignore[arg-type]
+        right = {"frames": 100 * k, "compute_s": 0.3 * k}
+        wrong = {**right, **nonsense} if nonsense else nonsense
+        told = {**ring.told, "secondary0": wrong}
+        found = nodes.best(Ring().tell(told))  # type: ignore[arg-type]
+    assert found is not None and found.counts[2] == 1
+
+
+def test_who_watches_slow_nodes(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other placements are not for the shortest round, and beside other models times of a plan are not those of computing."""
+    made: list[str] = []
+    monkeypatch.setattr(mdi.run.run, "SlowNodes", lambda run, cut: made.append(run) or SlowNodes(run, cut))
+    options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", layers="2,3")
+    beside = [Neighbour(("starter",), None)]
+    with secondaries(1, tmp_path) as nodes:
+        cluster = cluster_of(nodes)
+        for wanted, others in ((replace(options, layers=None, placement="even"), ()), (options, beside), (options, ())):
+            with Run(GivenNodes(cluster), wanted, 20, n_texts=1, beside=others) as run:
+                assert made == ([run.run_id] if wanted is options and not others else [])
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +222,7 @@ def test_texts_go_on_while_a_busy_node_gets_fewer_blocks(
     monkeypatch.setattr(mdi.run.loop, "LEAST_FRAMES", 5)
     profile = cluster(*(node(name) for name in NAMES[:3]))
     monkeypatch.setattr(mdi.run.run, "MovingCut", lambda shape, _, *rest: MovingCut(shape, profile, *rest))
-    options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", placement="even")
+    options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", layers="1,2,2")
     is_slow, compute = threading.Event(), TappedStage.__call__
 
     def slowly(self: TappedStage, frame: Any, x: Any, is_last: bool, wire: str) -> Any:
@@ -155,7 +247,7 @@ def test_texts_go_on_while_a_busy_node_gets_fewer_blocks(
         sample.cancel()
         run.read()
         found = list(sample.token_ids)
-    with Run(GivenNodes(standalone()), options, len(found) + 20, n_texts=1) as run:
+    with Run(GivenNodes(standalone()), replace(options, layers=None), len(found) + 20, n_texts=1) as run:
         sample = run.submit("The ring", encode("The ring"), SamplingParams(len(found), temperature=0))
         run.read()
     assert found == list(sample.token_ids)

@@ -114,6 +114,7 @@ class Prefixes:
     Attributes:
         total: bytes of all on each node.
         n_on_disk: of each, pages that the nodes were asked to keep.
+        wanted: of sequences that wait, by their ids, the one that each begins with.
     """
 
     def __init__(self, memory: CacheMemory, share: float = KEPT_SHARE, seed: str = "") -> None:
@@ -123,6 +124,7 @@ class Prefixes:
         self._by_pages: dict[bytes, list[int]] = {}  # those that begin with the pages of this key
         self._limits = [share * node.limit_bytes for node in memory.nodes]
         self.n_on_disk: dict[int, int] = {}
+        self.wanted: dict[int, int] = {}
         self.total = [0] * len(memory.nodes)
 
     def __len__(self) -> int:
@@ -142,6 +144,7 @@ class Prefixes:
         gone = list(dict.fromkeys(needless))
         for seq_id in gone:
             self.drop(seq_id)
+        self.wanted |= {waiting: kept.seq_id for waiting, begin in self.wanted.items() if begin in gone}
         self._kept[kept.seq_id] = kept
         for key in kept.keys:
             self._by_pages.setdefault(key, []).append(kept.seq_id)
@@ -207,11 +210,10 @@ class Prefixes:
 
     def drop_oldest(self) -> int:
         """Drop the least recently used one, and return it; those that an owner used last go when there are no others, so that
-        nobody loses a conversation to one who has many.
+        nobody loses a conversation to one who has many. What a waiting sequence begins with goes last of all.
         """
-        newest = {kept.owner: seq_id for seq_id, kept in self._kept.items()}
-        older = (seq_id for seq_id, kept in self._kept.items() if newest[kept.owner] != seq_id)
-        seq_id = next(older, next(iter(self._kept)))
+        newest, wanted = {kept.owner: seq_id for seq_id, kept in self._kept.items()}, set(self.wanted.values())
+        seq_id = min(self._kept, key=lambda one: (one in wanted, newest[self._kept[one].owner] == one))
         self.drop(seq_id)
         return seq_id
 

@@ -173,7 +173,8 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence; it enters as soon as there is cache memory for it. Others drop last what it will begin with."""
         self._waiting.append(sequence)
-        self._found_in_memory(sequence)
+        if (found := self._found_in_memory(sequence)) is not None and self._prefixes is not None:
+            self._prefixes.wanted[sequence.seq_id] = found[0]
 
     def refusal(self, sequence: Sequence) -> str | None:
         """Why the sequence could not be admitted even if it were alone; None if it could."""
@@ -184,6 +185,7 @@ class Scheduler:
         for sequence in self._waiting:
             if sequence.seq_id == seq_id:
                 self._waiting.remove(sequence)
+                self._want_nothing(sequence)
                 return Event(seq_id, sequence.end(reason), reason)
         running = self._running.get(seq_id)
         if running is None:
@@ -490,6 +492,7 @@ class Scheduler:
                 return  # first come, first served
             for sequence in unit:  # which stand one after the other
                 self._waiting.popleft()
+                self._want_nothing(sequence)
                 self._running[sequence.seq_id] = sequence
                 self._count(sequence)
                 sequence.siblings = self._by_prompt.setdefault(sequence.prompt_key, [])
@@ -544,6 +547,11 @@ class Scheduler:
             return None
         before = sequence.ids[: sequence.first_wanted + 1]  # from that row on, all are wanted
         return self._prefixes.find(sequence.kept_for, before)
+
+    def _want_nothing(self, sequence: Sequence) -> None:
+        """It waits no more."""
+        if self._prefixes is not None:
+            self._prefixes.wanted.pop(sequence.seq_id, None)
 
     # Prefixes on the nodes' disks
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -300,7 +301,7 @@ class PlanReport:
         return dataclasses.replace(self, draft=DraftPlan(rate, n_frames, n_rows, tokens_s, beats))
 
     def with_kept(self, profile: ClusterProfile, shape: ModelShape) -> PlanReport:
-        """The report with what a kept prompt takes: all nodes read their files at once. Nodes that share blocks keep none."""
+        """The report with what a kept prompt takes: machines read their files at once. Nodes that share blocks keep none."""
         if self.first_token is None or self.groups:
             return self
         speeds = {node.name: node.disk_read_bytes_s for node in profile.nodes}
@@ -310,7 +311,11 @@ class PlanReport:
             for node in self.nodes
         }
         is_known = all(speeds[name] for name, each in n_bytes.items() if each)
-        read_s = max((each / speeds[name] for name, each in n_bytes.items() if each), default=0.0) if is_known else None
+        of_machine: dict[str, float] = defaultdict(float)  # nodes of one machine read one disk, and their times add up
+        for node in profile.nodes if is_known else ():
+            if each := n_bytes.get(node.name):
+                of_machine[node.machine or node.name] += each / speeds[node.name]
+        read_s = max(of_machine.values(), default=0.0) if is_known else None
         first = dataclasses.replace(self.first_token, kept_bytes=sum(n_bytes.values()), read_s=read_s)
         return dataclasses.replace(self, first_token=first)
 

@@ -86,7 +86,7 @@ class NodeProfile:
         return replace(
             self, n_cores=self.n_cores / times, read_bytes_s=self.read_bytes_s / times,
             block_s=tuple((rows, s * times) for rows, s in self.block_s),
-            head_s=tuple((rows, s * times) for rows, s in self.head_s),
+            head_s=tuple((rows, s * times) for rows, s in self.head_s), attention_macs_s=self.attention_macs_s / times,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -282,8 +282,7 @@ def share_memory(nodes: Sequence[NodeProfile], hosts: Sequence[str]) -> tuple[No
     groups: dict[tuple[str, str], list[int]] = {}
     for i, (node, host) in enumerate(zip(nodes, hosts, strict=True)):
         if node.shared_bytes:
-            device = "cuda:0" if node.device == "cuda" else node.device
-            groups.setdefault((host, device), []).append(i)
+            groups.setdefault(_memory_of(node, host), []).append(i)
     shared = list(nodes)
     for group in groups.values():
         free = min(nodes[i].shared_bytes for i in group)
@@ -295,6 +294,11 @@ def share_memory(nodes: Sequence[NodeProfile], hosts: Sequence[str]) -> tuple[No
     return tuple(shared)
 
 
+def _memory_of(node: NodeProfile, host: str) -> tuple[str, str]:
+    """Nodes with the same take from the same memory."""
+    return host, "cuda:0" if node.device == "cuda" else node.device
+
+
 def left_over(profile: ClusterProfile, free: Mapping[str, int], n_rings: Mapping[str, int]) -> ClusterProfile:
     """What models that run already leave of measured nodes: the memory that is free now, and a part of the time.
 
@@ -304,14 +308,22 @@ def left_over(profile: ClusterProfile, free: Mapping[str, int], n_rings: Mapping
         free: of each node that is wanted, bytes for weights and caches.
         n_rings: of the running models that each node takes part in.
     """
-    nodes = []
-    for node in profile.nodes:
-        if node.name in free:
-            now = node.at_pace(1 + n_rings.get(node.name, 0))
-            memory_bytes = free[node.name] + node.process_bytes
-            nodes.append(replace(now, memory_bytes=memory_bytes, shared_bytes=free[node.name], held_bytes=0))
+    wanted = [node for node in profile.nodes if node.name in free]
+    hosts = [node.machine or node.name for node in wanted]
+    # A node tells what its own limits leave to it. What is free of the machine is that of the one with the widest limits.
+    shared: dict[tuple[str, str], int] = {}
+    for node, host in zip(wanted, hosts, strict=True):
+        memory = _memory_of(node, host)
+        shared[memory] = max(shared.get(memory, 0), free[node.name])
+    nodes = [
+        replace(
+            node.at_pace(1 + n_rings.get(node.name, 0)), memory_bytes=free[node.name] + node.process_bytes,
+            shared_bytes=shared[_memory_of(node, host)], held_bytes=0,
+        )
+        for node, host in zip(wanted, hosts, strict=True)
+    ]  # fmt: skip
     links = tuple(link for link in profile.links if link.source in free and link.target in free)
-    return replace(profile, nodes=share_memory(nodes, [node.machine or node.name for node in nodes]), links=links)
+    return replace(profile, nodes=share_memory(nodes, hosts), links=links)
 
 
 def level_times(nodes: Sequence[NodeProfile], alike: Sequence[Hashable]) -> tuple[NodeProfile, ...]:

@@ -95,6 +95,10 @@ class Neighbour:
     measured: Measured | None
 
 
+class NotKnownError(PlacementError):
+    """What there is of the nodes is not known, so no smaller format fits either."""
+
+
 class Choice:
     """The model of a run, and the nodes and the cut of its first ring.
 
@@ -373,13 +377,13 @@ class Choice:
         return self.profile
 
     def _left_over(self, shape: ModelShape) -> ClusterProfile:
-        """The nodes as the other models leave them: at work, they cannot be measured. PlacementError if they never were."""
+        """The nodes as the other models leave them: at work, they cannot be measured. NotKnownError if they never were."""
         found = next((one.measured for one in self._beside if one.measured is not None), None)
         secondaries = self.cluster.secondaries
         clients = [ControlClient(node, self.cluster.keys) for node in secondaries]
         answers = RollCall()(clients, frozenset(), ASK_S).answers
         if found is None or not found.has(secondaries) or len(answers) < len(secondaries):
-            raise PlacementError("what other models leave of the nodes is not known")
+            raise NotKnownError("what other models leave of the nodes is not known")
         free = {self.cluster.starter.name: max(0, self._ports.caches.available(self.device))}
         free |= {name: answer.available_bytes for name, answer in answers.items()}
         left = left_over(found.profile, free, Counter(name for one in self._beside for name in one.names))
@@ -698,8 +702,8 @@ def first_that_fits(formats: list[str | None], place: Callable[[str | None], Non
     for form, smaller in _pairs(formats):
         try:
             return place(form)
-        except PlacementError:
-            if smaller is None:
+        except PlacementError as e:
+            if smaller is None or isinstance(e, NotKnownError):
                 raise
             logger.info("the model does not fit in %s: trying %s", form or "the checkpoint's own numbers", smaller)
 

@@ -44,15 +44,25 @@ class MovingCut:
     ) -> None:  # fmt: skip
         self._shape = shape
         self._workload = workload
-        # The two together, because another thread may plan while a node is learnt.
+        self._profile = profile
+        self._slower: dict[str, float] = {}
+        # The two together, because another thread may plan while a node is learnt. Nodes are here as slow as they are now.
         self._measured = None if profile is None else (profile, CostModel(profile, shape, workload))
         self._part_bytes = part_bytes
         self.n_rounds = n_rounds
 
     def learn(self, node: NodeProfile) -> None:
         """A node that has come was measured. Its links are guessed."""
-        if self._measured is not None:
-            profile = replace(self._measured[0], nodes=(*self._measured[0].nodes, node))
+        if self._profile is not None:
+            self._profile = replace(self._profile, nodes=(*self._profile.nodes, node))
+            self.slow_down(self._slower)
+
+    def slow_down(self, slower: Mapping[str, float]) -> None:
+        """Plan from now on with nodes that compute so many times as long as they were measured to."""
+        self._slower = dict(slower)
+        if self._profile is not None:
+            nodes = tuple(node.at_pace(self._slower.get(node.name, 1.0)) for node in self._profile.nodes)
+            profile = replace(self._profile, nodes=nodes)
             self._measured = profile, CostModel(profile, self._shape, self._workload)
 
     def __call__(self, stages: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...] | None:
@@ -103,33 +113,44 @@ class MovingCut:
     def slower_nodes(self, ring: Sequence[Stage], frame_s: Mapping[str, float]) -> dict[str, float]:
         """How many times as long a node computes as it was measured to, next to the best of those that compute as it does.
 
-        Others would take other times for other frames than the run was planned with.
+        Others would take other times for other frames than the run was planned with. Of stages with blocks of several kinds,
+        or that skip rows of prompts, it is not known how long they take next to each other: then there are none.
 
         Args:
             frame_s: of secondaries, seconds of computing a frame.
         """
-        if (measured := self._measured) is None:
+        is_alike = self._shape.is_uniform and self._shape.skipped_from is None
+        if (measured := self._measured) is None or not is_alike:
             return {}
         known = {node.name: (node.device, node.computed_by) for node in measured[0].nodes}
         ratios = {
-            stage.name: (known[stage.name], frame_s[stage.name] / slowest_s([holder], [stage.stop - stage.start]))
+            stage.name: (
+                known[stage.name],
+                frame_s[stage.name]
+                / slowest_s([holder], [stage.stop - stage.start])
+                * self._slower.get(stage.name, 1.0),
+            )
             for stage, holder in zip(ring, self.holders(ring, {}), strict=True)
             if stage.name in frame_s and stage.name in known and stage.stop > stage.start
         }
         best = {kind: min(ratio for other, ratio in ratios.values() if other == kind) for kind, _ in ratios.values()}
         return {name: ratio / best[kind] for name, (kind, ratio) in ratios.items() if best[kind] > 0}
 
-    def with_slower(self, ring: Sequence[Stage], slower: Mapping[str, float]) -> Form | None:
-        """The same nodes with another cut, where blocks take so many times as long on some; None if that does not pay."""
-        if (measured := self._measured) is None:
+    def cut_again(self, ring: Sequence[Stage], before: Sequence[Stage]) -> Form | None:
+        """The same nodes with another cut, now that some are slower or are not any more; None if that does not pay.
+
+        Args:
+            before: the ring before any node was slow, which comes back as it was.
+        """
+        is_as_before = not self._slower and [stage.name for stage in before] == [stage.name for stage in ring]
+        found = Form(tuple(before), is_moved=True) if is_as_before else with_new_cut(ring, {}, self)
+        if found is None:
             return None
-        nodes = tuple(node.at_pace(slower.get(node.name, 1.0)) for node in measured[0].nodes)
-        profile = replace(measured[0], nodes=nodes)
-        now = MovingCut(self._shape, profile, self._workload, self._part_bytes, self.n_rounds)
-        found, counts = with_new_cut(ring, {}, now), [stage.stop - stage.start for stage in ring]
-        if found is None or now.round_s(ring, found.counts) * JOIN_GAIN > now.round_s(ring, counts):
-            return None
-        return found
+        now_s, then_s = (
+            self.round_s(ring, [one.stop - one.start for one in stages]) for stages in (ring, found.stages)
+        )
+        gained_s = (now_s - then_s) * self.n_rounds()
+        return found if then_s * JOIN_GAIN <= now_s and self.moving_s(ring, found.counts) < gained_s else None
 
     def round_s(self, stages: Sequence[Stage], counts: Sequence[int]) -> float:
         """Seconds of a round of these nodes with `counts` blocks; without measurements, of a frame.

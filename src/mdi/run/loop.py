@@ -61,6 +61,7 @@ SOUGHT_S = 1.0  # the same while there is no ring
 MOVABLE = 2  # nodes of a ring whose order cannot change
 SLOW_TIMES = 3.0  # times as long as measured, next to others: a node is slow then, and is not below a half of that
 LEAST_FRAMES = 20  # between two looks, for a mean
+REST_S = 60.0  # between two searches for a cut with the same slow nodes: their times are never twice the same
 FORGET_S = 600.0  # how long it is remembered that a link was slow that the ring does not use any more
 
 Measure = Callable[[ControlClient], NodeProfile]
@@ -230,42 +231,58 @@ class SlowLinks:
 class SlowNodes:
     """Nodes of a ring that other programs leave less time than when they were measured, and the cut that is faster then.
 
-    A node is slow if it was twice, and no longer if it twice was not.
+    A node is slow if it was twice, and no longer if it twice was not. All who plan with `cut` know that, so none of them moves
+    the blocks back.
 
     Args:
         run: its id, as the nodes know it.
         cut: knows the nodes as they were measured.
     """
 
-    def __init__(self, run: str, cut: MovingCut) -> None:
+    def __init__(self, run: str, cut: MovingCut, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = run
         self._cut = cut
+        self._clock = clock
         self._ring = 0
+        self._rests_until = 0.0
         self._last: dict[str, tuple[int, float]] = {}  # frames of the ring, and seconds of computing
         self._seen: dict[str, float] = {}  # how slow each was when it was looked at last
         self._slow: dict[str, float] = {}
-        self._has_moved = False
+        self._before: tuple[Stage, ...] | None = None  # the ring, before its first node was slow
 
     def best(self, ring: Ring) -> Form | None:
         """The ring with fewer blocks on slow nodes, or again as before, if that gains enough."""
+        stages, names = computing(ring.stages), {stage.name for stage in ring.stages}
         if ring.number != self._ring:
-            self._ring, self._last, self._seen = ring.number, {}, {}
+            self._ring, self._last, self._seen, self._rests_until = ring.number, {}, {}, 0.0
         asked = FanOut({client.node.name: partial(self._asked, client) for client in ring.clients})
         asked.join(ASK_S)
-        last, self._last = self._last, {name: one for name, one in asked.results.items() if one is not None}
+        last, self._last = self._last, {name: one for name, one in dict(asked.results).items() if one is not None}
         spent = {name: (n - last[name][0], s - last[name][1]) for name, (n, s) in self._last.items() if name in last}
         times = self._cut.slower_nodes(
             ring.stages, {name: s / n for name, (n, s) in spent.items() if n >= LEAST_FRAMES}
         )
+        slow = {name: pace for name, pace in self._slow.items() if name in names}
         for name in times.keys() & self._seen.keys():
             if (both := min(times[name], self._seen[name])) > SLOW_TIMES:
-                self._slow[name] = both
+                slow[name] = both
             elif max(times[name], self._seen[name]) < SLOW_TIMES / 2:
-                self._slow.pop(name, None)
+                slow.pop(name, None)
         self._seen = times
-        found = self._cut.with_slower(computing(ring.stages), self._slow) if self._slow or self._has_moved else None
-        self._has_moved |= found is not None
-        return found
+        if slow.keys() != self._slow.keys():
+            self._rests_until = 0.0
+        if slow != self._slow:
+            self._slow = slow
+            self._cut.slow_down(slow)
+        if slow and self._before is None:
+            self._before = stages
+        elif not slow and self._before == stages:
+            self._before = None
+        now = self._clock()
+        if self._before is None or now < self._rests_until:
+            return None
+        self._rests_until = now + REST_S
+        return self._cut.cut_again(stages, self._before)
 
     def _asked(self, client: ControlClient) -> tuple[int, float] | None:
         measured = client.status(self._run, ASK_S).get("measured")

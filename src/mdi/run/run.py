@@ -56,7 +56,7 @@ from mdi.run.verify import RowVerifier
 from mdi.spec.cluster import ClusterConfig
 from mdi.spec.combinations import GRADIENTS, GUESSES, MANY, SIDES, TOGETHER, TORCH, facts_of, refuse
 from mdi.spec.extent import N_TEXTS, Extent
-from mdi.spec.options import StarterOptions, is_side
+from mdi.spec.options import DEFAULT_PLACEMENT, StarterOptions, is_side
 from mdi.spec.window import window_of
 from mdi.stages.building import prompt_rows
 from mdi.stages.model_family import ModelFamily
@@ -327,7 +327,10 @@ class Run(StatusOnly):
             measure = self._measure if model.profile is not None else None
             spares = frozenset(name for name, client in loop.clients.items() if client.node.is_spare)
             joins = None if self.is_shared else Joins(loop, cut, spares, self._nodes.newcomers, measure, loop.ask)
-            slow = () if self.is_shared else (SlowLinks(self.run_id, cut), SlowNodes(self.run_id, cut))
+            slow: list[SlowLinks | SlowNodes] = [] if self.is_shared else [SlowLinks(self.run_id, cut)]
+            # They are cut again for the shortest round. Beside other models, a plan has times in which nodes wait for turns.
+            if slow and options.placement in (None, DEFAULT_PLACEMENT) and not self._beside:
+                slow.append(SlowNodes(self.run_id, cut))
             self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel, slow)
 
     def _text_adapters(self) -> dict[str, TextAdapter]:
