@@ -62,7 +62,7 @@ class Made:
     checkpoint: Path
     folders: dict[str, Path]
     merged: dict[str, GPT]
-    known: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    known: dict[tuple[str, str], list[int]] = field(default_factory=dict, init=False)
 
     @property
     def flags(self) -> tuple[str, ...]:

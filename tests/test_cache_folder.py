@@ -70,6 +70,7 @@ def fill(folder: Path) -> dict[str, Path]:
         "runs": "runs/20260101-000000-abcd/journal",
         "window": "window/spilt",
         "prefixes": f"prefixes/{'0' * 16}-{'0' * 16}/{'0' * 40}.kv",
+        "tokenizers": f"tokenizers/{'0' * 64}-2/tokenizer.json",
         "leftovers": "abc.packed.999999999.part",
         "other": "real/of-the-user.bin",
     }

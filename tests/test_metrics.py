@@ -241,8 +241,8 @@ def test_report_has_what_was_measured_in_aligned_columns():
     assert words(lines[3]) == "0 3 20.0 50 ms eos Who are you?"
     assert words(lines[4]) == "1 2 2.0 1.5 s length Speak!"
     assert lines[5].split()[:3] == ["total", "5", "2.5"]
-    assert words(lines[8]) == "starter 0-2 1.5 GB 500 ms 25% 1.0 s 50% 20 ms 1% 12 409.6 kB"
-    assert words(lines[9]) == "secondary0 3-6 123.0 MB 1.5 s 75% 250 ms 12% 10 ms 0% 12 819 bytes"
+    assert words(lines[8]) == "starter 0-2 1.5 GB 500 ms 25% 1.0 s 50% 20 ms 409.6 kB"
+    assert words(lines[9]) == "secondary0 3-6 123.0 MB 1.5 s 75% 250 ms 12% 10 ms 819 bytes"
     assert len({line.index("%") for line in lines[8:10]}) == 1
     assert len(lines[7]) == len(lines[8]) == len(lines[9])
 

@@ -40,7 +40,7 @@ def test_what_was_measured_is_a_table(
     shown = SHOWN[what]
     assert (record["what"], record["shape"], len(lines)) == (what, "tiny-1m", len(shown))
     monkeypatch.setattr(write_results, "RESULTS", tmp_path)
-    table = write_results.TABLES["finetune-speed" if what == "passes" else f"finetune-{what}"]()
+    table = write_results.finetuning(what)
     cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.split("\n") if line[:1] == "|"]
     assert [row[: len(shown[0])] for row in cells[2:]] == shown and record["machine"] in table
     assert {len(row) for row in cells} == {len(cells[0])} and table.split("\n")[0] in capsys.readouterr().out
