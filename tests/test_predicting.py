@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from pathlib import Path
@@ -24,7 +23,6 @@ from mdi.checkpoint.hffolder import HfFolder
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.source import LitCheckpoint, open_source
 from mdi.checkpoint.weights import WeightSource
-from mdi.errors import CheckpointError
 from mdi.model.plain import spec_of
 from test_delta_files import made, next_in_gguf, write_next
 from test_own_families import random_checkpoint
@@ -66,9 +64,12 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
 
 
-def published(family: str, folder: Path, n: int = 1) -> tuple[Path, Path, dict[str, torch.Tensor]]:
+def published(
+    family: str, folder: Path, n: int = 1, n_vocab: int = N_VOCAB, **changes: int
+) -> tuple[Path, Path, dict[str, torch.Tensor]]:
     """A model without such blocks and the same model with n of them, in the form of their publishers; and their tensors."""
-    config = derive_config({"model_type": family, **CASES[family]}, family, Path("config.json"))
+    sizes = {"model_type": family, **CASES[family], "vocab_size": n_vocab, **changes}
+    config = derive_config(sizes, family, Path("config.json"))
     made, plain, whole = random_checkpoint(config, folder / "made"), folder / "plain", folder / "whole"
     export_hf(made, made.path, plain)
     tensors, hf = read(plain), json.loads((plain / "config.json").read_text())
@@ -79,6 +80,7 @@ def published(family: str, folder: Path, n: int = 1) -> tuple[Path, Path, dict[s
         more |= {start + name.removeprefix(last): one for name, one in tensors.items() if name.startswith(last)}
         if family not in APART:
             ends = SAME_ENDS | (OWN_ENDS if family == "deepseek_v3" else {})
+            ends = {name: (n_vocab if shape[0] == N_VOCAB else shape[0], *shape[1:]) for name, shape in ends.items()}
             more |= {start + name: torch.empty(shape) for name, shape in ends.items()}
     if family in APART:
         more |= {f"mtp.{name}": torch.empty(shape) for name, shape in APART_ENDS.items()}
@@ -218,7 +220,7 @@ def test_tensors_of_gguf_files_with_absurd_numbers_are_of_no_block(tmp_path: Pat
     assert GgufSource(write_next(tmp_path / "a.gguf", source, more=more)).predicting() is None
 
 
-def test_gguf_files_have_them_behind_the_last_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_gguf_files_have_them_behind_the_last_block(tmp_path: Path) -> None:
     """llama.cpp's converter adds one to their norms, as to others of this family."""
     source, random = made("qwen3_next", tmp_path), np.random.default_rng(6)
     more = {
@@ -241,7 +243,18 @@ def test_gguf_files_have_them_behind_the_last_block(tmp_path: Path, caplog: pyte
     for name, array in expected.items():
         assert np.allclose(found[name], array, rtol=0, atol=1e-6), name
 
-    packed, target = PackedSource(file, Packing("float32", "float32")), tmp_path / "again.gguf"
-    with caplog.at_level(logging.WARNING, "mdi"), contextlib.suppress(CheckpointError):
-        export_gguf(packed, source.path, target)  # none of this family is written
-    assert ["multi-token prediction" in line for line in caplog.messages] == [True]
+
+@pytest.mark.parametrize(("family", "n"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("qwen3_5_moe_text", 1)])
+def test_they_are_written_into_gguf_files(family: str, n: int, tmp_path: Path) -> None:
+    of = {"linear_num_value_heads": 2} if family in APART else {}
+    plain, whole, _ = published(family, tmp_path, n, tokenizer().get_vocab_size(), **of)
+    source, without = HfFolder(whole), HfFolder(plain)
+    files = [tmp_path / "whole.gguf", tmp_path / "plain.gguf"]
+    for one, file in zip((source, without), files, strict=True):
+        export_gguf(PackedSource(one, Packing("float32", "float32")), one.path, file)
+    again, other = map(GgufSource, files)
+    found, kept = numbers(again.predicting()), numbers(source.predicting())
+    assert found.keys() == kept.keys() and other.predicting() is None
+    assert all(np.allclose(found[name], kept[name], rtol=0, atol=1e-6) for name in kept), "norms have one more there"
+    assert (again.config_hash, again.specs) == (other.config_hash, other.specs)
+    assert [again.info(part) for part in again.part_names()] == [other.info(part) for part in other.part_names()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from mdi.checkpoint.folder import RANKS, tokenizer_file
 from mdi.checkpoint.gguftokenizer import tokenizer_fields
 from mdi.checkpoint.hfconfig import read_hf_config
 from mdi.checkpoint.packing import PartWeights, plain
-from mdi.checkpoint.shapes import model_shapes
+from mdi.checkpoint.shapes import Shape, model_shapes
 from mdi.checkpoint.token_ranks import made_of_ranks
 from mdi.errors import CheckpointError, UsageError
 from mdi.families.names import Piece
@@ -29,17 +28,17 @@ from mdi.model.tensors import EMBEDDING, HEAD
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-logger = logging.getLogger("mdi")
-
 _TYPES = {"float32": "F32", "fp16": "F16", "bf16": "BF16", **{form: form.upper() for form in BLOCK_TYPES}}
 _STORED = {"F32": "float32", "F16": "fp16", "BF16": "bf16"}
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of one of our tensors, from `first` on, and which rows of a tensor of the file they are."""
+    """Rows of one of our tensors, from `first` on, and which rows of a tensor of the file they are; `whole` is its shape."""
 
+    source: PackedSource
     name: str
+    whole: Shape
     first: int
     piece: Piece
 
@@ -84,17 +83,27 @@ def export_gguf(
 
     if path.exists():
         raise UsageError(f"{path} is there already: name a new file")
-    if source.source.predicting() is not None:
-        logger.warning("warning: the layers for multi-token prediction of %s are left out of GGUF files", source.model)
     config = source.config
     shapes = model_shapes(config, str(source))
     stated = directory / "config.json"
     model = written_in_gguf(config, shapes, stated_family(read_hf_config(stated)) if stated.is_file() else None)
-    held = _held(model.pieces, source)
-    kinds = {name: _type_of(source, rows, shapes, name) for name, rows in held.items()}
+    held, n_more = _held(model.pieces, shapes, source), {}
+    if (plain_more := source.source.predicting()) is not None:
+        assert source.packing is not None
+        more, numbered = PackedSource(plain_more, source.packing), model.names.of_predicting(config.n_layer, "")
+        assert numbered is not None
+        of_more = {name: spec.shape for name, spec in plain_more.specs.items()}
+        pieces = {name: numbered.places(name, shape, more.config)[0] for name, shape in of_more.items()}
+        held |= _held(pieces, of_more, more)
+        n_more = {
+            f"{model.architecture}.block_count": config.n_layer + more.spec.n_layer,
+            f"{model.architecture}.nextn_predict_layers": more.spec.n_layer,
+        }
+    kinds = {name: _type_of(rows, name) for name, rows in held.items()}
     made = made_of_ranks(directory) if tokenizer_file(directory) == directory / RANKS else None
     fields = {
         **model.fields,
+        **n_more,
         "general.name": config.name or path.stem,
         **tokenizer_fields(directory, shapes[EMBEDDING][0], made),
     }
@@ -105,7 +114,7 @@ def export_gguf(
     unfinished = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(writer, unfinished, source, held, kinds, model.more, progress)
+        _write(writer, unfinished, held, kinds, model.more, progress)
         unfinished.replace(path)
     except OSError as e:
         raise CheckpointError(f"cannot write {path}: {e.strerror or e}") from None
@@ -113,28 +122,31 @@ def export_gguf(
         unfinished.unlink(missing_ok=True)
 
 
-def _held(pieces: dict[str, tuple[Piece, ...]], source: PackedSource) -> dict[str, list[_Rows]]:
+def _held(
+    pieces: dict[str, tuple[Piece, ...]], shapes: dict[str, Shape], source: PackedSource
+) -> dict[str, list[_Rows]]:  # fmt: skip
     """What each tensor of the file is made of."""
     found: dict[str, list[_Rows]] = {}
     assert source.packing is not None
-    is_tied = source.source.same_as(HEAD) != HEAD
+    is_tied = HEAD in pieces and source.source.same_as(HEAD) != HEAD
     for name, some in pieces.items():
         first = 0
         for piece in some if not (is_tied and name == HEAD) else ():
             if piece.is_interleaved or (piece.is_transposed and piece.expert is None):
                 raise CheckpointError(f"{name} lies otherwise in GGUF files, which is not written")
-            rows = _Rows(HEAD if source.packing.leaves_out(name) else name, first, piece)
+            held = HEAD if source.packing.leaves_out(name) else name
+            rows = _Rows(source, held, shapes[held], first, piece)
             found.setdefault(piece.tensor, []).append(rows)
             first = rows.stop
     return found
 
 
-def _type_of(source: PackedSource, held: list[_Rows], shapes: dict[str, tuple[int, ...]], tensor: str) -> str:
+def _type_of(held: list[_Rows], tensor: str) -> str:
     """ggml's name of the type of a tensor. Raises CheckpointError, UsageError."""
     found: set[str] = set()
-    assert source.packing is not None
     for rows in held:
-        shape = shapes[rows.name]
+        source, shape = rows.source, rows.whole
+        assert source.packing is not None
         form = source.packing.format_of(rows.name, shape)
         if form is None:
             dtype = source.specs[rows.name].dtype if rows.name == EMBEDDING else "F32"
@@ -153,8 +165,8 @@ def _type_of(source: PackedSource, held: list[_Rows], shapes: dict[str, tuple[in
 
 
 def _write(
-    writer: GGUFWriter, path: Path, source: PackedSource, held: dict[str, list[_Rows]], kinds: dict[str, str],
-    more: dict[str, np.ndarray], progress: Callable[[int, int], None] | None,
+    writer: GGUFWriter, path: Path, held: dict[str, list[_Rows]], kinds: dict[str, str], more: dict[str, np.ndarray],
+    progress: Callable[[int, int], None] | None,
 ) -> None:  # fmt: skip
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -171,19 +183,19 @@ def _write(
     try:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        latest: tuple[str, PartWeights] = "", {}
+        latest: tuple[PackedSource | None, str, PartWeights] = None, "", {}
         done, total = 0, sum(map(math.prod, stored.values()))
         for name, rows in held.items():
             whole = np.zeros(stored[name], dtype=np.uint8)
             for one in rows:
-                if latest[0] != one.name:
-                    latest = one.name, source.tensor_weights(one.name)
+                if latest[0] is not one.source or latest[1] != one.name:
+                    latest = one.source, one.name, one.source.tensor_weights(one.name)
                 number = one.piece.expert
                 by_row = whole.reshape(*one.piece.shape[: 1 if number is None else 2], -1)
                 into = by_row if number is None else by_row[number]
-                into[one.places] = _bytes_of(latest[1], one, kinds[name])
+                into[one.places] = _bytes_of(latest[2], one, kinds[name])
             writer.write_tensor_data(whole)
-            source.source.release()
+            rows[0].source.source.release()
             done += whole.nbytes
             if progress is not None:
                 progress(done, total)

@@ -11,7 +11,7 @@ from mdi.errors import CheckpointError
 from mdi.families.config_json import Json
 from mdi.families.family import Family
 from mdi.families.gguf import ROPE_FACTORS, Fields, Gguf, fields_of, rope_factors
-from mdi.families.names import Held, Piece, held
+from mdi.families.names import Held, Names, Piece, held
 from mdi.model.plain import ModelConfig
 from mdi.model.tensors import Shape
 
@@ -149,11 +149,14 @@ class GgufWritten(NamedTuple):
         fields: its metadata, with general.architecture.
         pieces: the tensors of the file that hold each of ours.
         more: tensors that none of ours is, by their names there.
+        architecture, names: see Gguf.
     """
 
     fields: Json
     pieces: dict[str, tuple[Piece, ...]]
     more: dict[str, np.ndarray]
+    architecture: str
+    names: Names
 
 
 def _in_gguf(family: Family, of: Gguf, config: ModelConfig, shapes: Mapping[str, Shape]) -> GgufWritten | list[str]:
@@ -183,7 +186,7 @@ def _in_gguf(family: Family, of: Gguf, config: ModelConfig, shapes: Mapping[str,
         differing = [
             key for key in differing if key != "rope_adjustments"
         ]  # files have the factors that follow from them
-    return differing or GgufWritten(values, pieces, more)
+    return differing or GgufWritten(values, pieces, more, of.architecture, of.names)
 
 
 def _as_read(value: Any) -> Any:
