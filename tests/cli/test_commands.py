@@ -116,7 +116,10 @@ def named_option(call: str, text: str) -> str:
     return found[0] if found else ""
 
 
-def test_wrong_calls_are_refused_as_before(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_calls_are_refused_as_before(
+    places: dict[str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MDI_STORE", str(tmp_path))  # where no other test has used a model last
     rows = [line.split("\t") for line in TABLE.read_text(encoding="utf-8").splitlines()]
     found = []
     for call, *_ in rows:
