@@ -8,12 +8,17 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llama_cpp_logits import logits_of_llama_cpp
+from mdi.checkpoint.derived import PackedSource
 from mdi.checkpoint.export import export_hf
+from mdi.checkpoint.gguf_export import export_gguf
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.hfconfig import derive_config
+from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.source import LitCheckpoint, open_source
 from quantized_files import FP8, fp8
 from references.test_delta_nets import logits_of, stages_of
@@ -171,3 +176,25 @@ def test_fp8_folders_of_qwen3_5_have_bf16_scales_and_experts_apart(tmp_path: Pat
         assert np.array_equal(np.array(found.array(name), np.float32), np.array(expected.array(name), np.float32)), name
     logits = [logits_of(stages_of(one, [0, 4], len(IDS)), IDS[:40]) for one in (found, expected)]
     assert np.array_equal(*logits) and np.ptp(logits[0]) > 1
+
+
+@pytest.mark.parametrize(("family", "n_heads"), [("qwen3_5_text", 2), ("qwen3_5_moe_text", 2), ("qwen3_next", 4)])
+def test_llama_cpp_gives_the_same_logits_of_exported_gguf_files(family: str, n_heads: int, tmp_path: Path) -> None:
+    """It knows heads of values that are as large as those of keys; Qwen 3.5 is written where there are as many."""
+    n_vocab = tokenizer().get_vocab_size()
+    sizes = {
+        "model_type": family,
+        **SIZES,
+        "vocab_size": n_vocab,
+        "linear_num_value_heads": n_heads,
+        "rms_norm_eps": 1e-6,
+    }
+    source = random_checkpoint(derive_config(sizes, family, Path("config.json")), tmp_path / family)
+    tokenizer().save(str(source.path / "tokenizer.json"))
+    (source.path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    export_gguf(PackedSource(source, Packing("float32", "float32")), source.path, out := tmp_path / "out.gguf")
+    file, ids = GgufSource(out), [int(i) for i in np.random.default_rng(3).integers(0, n_vocab, 90)]
+    expected = logits_of(stages_of(file, [0, file.config.n_layer], len(ids)), ids)
+    found = logits_of_llama_cpp(out, ids, n_vocab)
+    assert np.abs(found - expected).max() < 2e-3
+    assert np.array_equal(found.argmax(axis=1), expected.argmax(axis=1))
