@@ -15,7 +15,6 @@ from tiny_checkpoint import reference, write_checkpoint
 
 PROMPT = "Who are you?"
 N_TOKENS = 12
-ALONE = ["--nodes-config", str(Path(__file__).parents[1] / "src/settings_distr/standalone.json")]
 
 
 def prepare(folder: Path, *flags: str) -> int:
@@ -25,7 +24,7 @@ def prepare(folder: Path, *flags: str) -> int:
 def generated(capsys: pytest.CaptureFixture[str], *flags: str) -> list[int]:
     capsys.readouterr()
     run = ["--prompt", PROMPT, "--n-tokens", str(N_TOKENS), "--temperature", "0", "--json"]
-    assert launch("starter", [*ALONE, *flags, *run]) == 0
+    assert launch("sample", [*flags, *run]) == 0
     ids: list[int] = json.loads(capsys.readouterr().out)["samples"][0]["token_ids"]
     return ids
 
@@ -61,7 +60,7 @@ def test_caches_in_int8_nearly_give_the_reference(
     found = generated(capsys, "--ckpt", folder, "--kv-dtype", "int8")
     assert found[-N_TOKENS:][:4] == list(reference(PROMPT, N_TOKENS))[:4]
     assert (
-        launch("starter", [*ALONE, "--ckpt", folder, "--kv-dtype", "int8", "--dtype", "bfloat16", "--prompt", "x"]) == 2
+        launch("sample", ["--ckpt", folder, "--kv-dtype", "int8", "--dtype", "bfloat16", "--prompt", "x"]) == 2
     )
     assert "--kv-dtype int8" in capsys.readouterr().err
 
@@ -73,7 +72,7 @@ def test_a_chunk_in_another_format_than_the_run_is_refused(
     folder = write_checkpoint(tmp_path / "m")
     assert prepare(folder, "--n-nodes", "1", "--quantize", "int8") == 0
     chunk = str(find_chunk(folder, 1, "starter", "int8"))
-    assert launch("starter", [*ALONE, "--chunk", chunk, "--quantize", "int4", "--prompt", "x"]) == 2
+    assert launch("sample", ["--chunk", chunk, "--quantize", "int4", "--prompt", "x"]) == 2
     assert "are stored in int8 already" in capsys.readouterr().err
 
 
