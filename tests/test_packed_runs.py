@@ -59,9 +59,7 @@ def test_caches_in_int8_nearly_give_the_reference(
     assert generated(capsys, "--ckpt", folder, "--kv-dtype", "bfloat16")
     found = generated(capsys, "--ckpt", folder, "--kv-dtype", "int8")
     assert found[-N_TOKENS:][:4] == list(reference(PROMPT, N_TOKENS))[:4]
-    assert (
-        launch("sample", ["--ckpt", folder, "--kv-dtype", "int8", "--dtype", "bfloat16", "--prompt", "x"]) == 2
-    )
+    assert launch("sample", ["--ckpt", folder, "--kv-dtype", "int8", "--dtype", "bfloat16", "--prompt", "x"]) == 2
     assert "--kv-dtype int8" in capsys.readouterr().err
 
 
