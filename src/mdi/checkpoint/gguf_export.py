@@ -90,13 +90,13 @@ def export_gguf(
     held, n_more = _held(model.pieces, shapes, source), {}
     if (plain_more := source.source.predicting()) is not None:
         assert source.packing is not None
-        more, numbered = PackedSource(plain_more, source.packing), model.names.of_predicting(config.n_layer, "")
+        more, numbered = PackedSource(plain_more, source.packing), model.names.of_predicting(source.spec.n_layer, "")
         assert numbered is not None
         of_more = {name: spec.shape for name, spec in plain_more.specs.items()}
         pieces = {name: numbered.places(name, shape, more.config)[0] for name, shape in of_more.items()}
         held |= _held(pieces, of_more, more)
         n_more = {
-            f"{model.architecture}.block_count": config.n_layer + more.spec.n_layer,
+            f"{model.architecture}.block_count": source.spec.n_layer + more.spec.n_layer,
             f"{model.architecture}.nextn_predict_layers": more.spec.n_layer,
         }
     kinds = {name: _type_of(rows, name) for name, rows in held.items()}
