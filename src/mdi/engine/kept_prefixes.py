@@ -2,8 +2,8 @@
 
 Blocks whose caches can be cut (pages without a window) have a file for each run of pages; what is behind the last whole run has
 a shorter one, of which the newest few stay. The others (states, windows) have a file for each end of a text that is kept. Names
-are hashes: of everything that the numbers depend on, of all ids up to the file's end (`memory.page_keys`), and of the block. So
-files are found whatever the cut, and a node never sees ids. The layout of a file:
+are hashes: of everything that the numbers depend on, of all ids up to the file's end (`memory.page_keys`), of the block, and of
+the share that a node of a group has of it. So files are found whatever the cut, and a node never sees ids. The layout of a file:
 
     offset  size  field
     0       4     magic "MDIp"
@@ -72,6 +72,8 @@ class Caches(Protocol):
 
     @property
     def cache_type(self) -> str: ...
+    @property
+    def shares(self) -> Mapping[int, str]: ...
     def classes_of_blocks(self) -> dict[int, CacheClass]: ...
     def export(self, seq_id: int, start: int, stop: int, wanted: Collection[int] | None = None) -> CacheRun: ...
     def fill(self, seq_id: int, run: CacheRun) -> None: ...
@@ -116,14 +118,13 @@ class Secrets:
         return mac(secret, label, *(part.encode() for part in parts)).hex()[:16]
 
 
-def kept_files(cache_dir: Path, limit_bytes: int, keys: KeyFile | None, is_shared: bool = False) -> KeptFiles | None:
+def kept_files(cache_dir: Path, limit_bytes: int, keys: KeyFile | None) -> KeptFiles | None:
     """The files of a node; None if it is to keep none, or cannot.
 
     Args:
         keys: of the cluster.
-        is_shared: whether the node has shares of blocks, for which there are none.
     """
-    if not limit_bytes or is_shared:
+    if not limit_bytes:
         return None
     folder = cache_dir / FOLDER
     try:
@@ -222,12 +223,11 @@ class KeptFiles:
 
     def ends(self, task: PrefixTask, caches: Caches) -> int:
         """The ends, of those that are possible, of which all files are here."""
-        blocks, pages, folder = caches.classes_of_blocks(), task.pages, self._folder / task.owner
-        if not blocks:
+        pages, folder, (cut, whole) = task.pages, self._folder / task.owner, _by_cut(caches)
+        if not cut and not whole:
             return task.possible
         if not folder.is_dir():
             return 0
-        cut, whole = _by_cut(blocks)
         n = self._n_pages(folder, cut, pages, task.run_pages)
         found = task.possible & ((1 << n) - 1)
         for i in range(n) if whole else ():
@@ -239,7 +239,7 @@ class KeptFiles:
         """Ends of which there are files of the first or the last block here: after another cut a node lacks some of a text.
         Where there are blocks with ends of their own, these count.
         """
-        folder, (cut, whole) = self._folder / task.owner, _by_cut(caches.classes_of_blocks())
+        folder, (cut, whole) = self._folder / task.owner, _by_cut(caches)
         found = 0
         for block in {*cut[:1], *cut[-1:]} if folder.is_dir() and not whole else ():
             found |= (1 << self._n_pages(folder, [block], task.pages, task.run_pages)) - 1
@@ -253,10 +253,9 @@ class KeptFiles:
         before this thread computes again: a text waits for it.
         """
         folder, n = self._folder / task.owner, task.stop // PAGE
-        blocks, files, wanted = caches.classes_of_blocks(), task.attached, set(task.wanted.split())
-        cut, whole = _by_cut(blocks)
-        paths = [path for i in cut for path in _paths(folder, task, n, i, True)]
-        paths += [path for i in (whole if task.is_end else ()) for path in _paths(folder, task, n, i, False)]
+        files, wanted, (cut, whole) = task.attached, set(task.wanted.split()), _by_cut(caches)
+        paths = [path for one in cut for path in _paths(folder, task, n, one)]
+        paths += [path for one in (whole if task.is_end else ()) for path in _paths(folder, task, n, one)]
         there = {path.name for path in paths if path.exists()}
         missing = {path.name for path in paths} - there
         for name in self._wanted & there:  # it has come otherwise
@@ -281,7 +280,7 @@ class KeptFiles:
         more = sorted(missing - wanted)[: max(0, MOST_WANTED - len(wanted))]
         return task.with_files(sorted(wanted.union(more)), files)
 
-    def _n_pages(self, folder: Path, blocks: Sequence[int], pages: Sequence[bytes], run: int) -> int:
+    def _n_pages(self, folder: Path, blocks: Sequence[_Block], pages: Sequence[bytes], run: int) -> int:
         """Pages from the first one on that are in the files of all these blocks."""
         if not blocks:
             return len(pages)
@@ -319,25 +318,23 @@ class KeptFiles:
 
     def _keep(self, task: PrefixTask, caches: Caches) -> bool:
         """Have what is missing of a run written; False: too much waits already, to be asked again."""
-        blocks, pages, folder = caches.classes_of_blocks(), task.pages, self._folder / task.owner
-        cut, whole = _by_cut(blocks)
+        pages, folder, (cut, whole) = task.pages, self._folder / task.owner, _by_cut(caches)
         n = task.stop // PAGE - 1
         for block in (*cut, *(whole if task.is_end else ())):
-            path, is_whole = _path(folder, pages[n], block), block in whole
+            path = _path(folder, pages[n], block)
             if path in self._waiting or path.exists():
                 continue
             if self._waiting_bytes >= WAITING_BYTES:
                 return False
-            first = 0 if is_whole else task.start
+            first = task.start if block.is_cut else 0
             try:
-                piece = caches.export(task.seq_id, first, task.stop, (block,)).blocks[block]
+                piece = caches.export(task.seq_id, first, task.stop, (block.number,)).blocks[block.number]
             except EngineError as e:  # it cannot be cut to the end of a page any more
                 logger.debug("not kept: %s", e)
                 return True
             earlier = [_path(folder, page, block) for page in pages[first // PAGE : n]]
-            self._put(
-                _Written(path, _packed(piece, caches.cache_type), earlier, (ENDS_KEPT if is_whole else TAILS_KEPT) - 1)
-            )
+            n_kept = TAILS_KEPT if block.is_cut else ENDS_KEPT
+            self._put(_Written(path, _packed(piece, caches.cache_type), earlier, n_kept - 1))
         return True
 
     @property
@@ -501,7 +498,7 @@ class _FromFiles(Mapping[int, Piece]):
 
     def __init__(self, files: KeptFiles, task: PrefixTask, caches: Caches) -> None:
         self._files, self._task, self._type = files, task, caches.cache_type
-        self._blocks = caches.classes_of_blocks()
+        self._blocks = {one.number: one for blocks in _by_cut(caches) for one in blocks}
         self._folder = files._folder / task.owner  # noqa: SLF001 (of this module)
         self._room, self._arrays = _Room(), list[np.ndarray]()
 
@@ -515,7 +512,7 @@ class _FromFiles(Mapping[int, Piece]):
         return block in self._blocks  # without reading it
 
     def _paths(self, block: int) -> list[Path]:
-        return _paths(self._folder, self._task, self._task.stop // PAGE, block, _is_cut(self._blocks[block]))
+        return _paths(self._folder, self._task, self._task.stop // PAGE, self._blocks[block])
 
     def announce(self) -> None:
         """Let the disk read all of them, while those that have come are deciphered."""
@@ -525,7 +522,7 @@ class _FromFiles(Mapping[int, Piece]):
 
     def __getitem__(self, block: int) -> Piece:
         paths, n_run = self._paths(block), self._task.run_pages * PAGE
-        if not _is_cut(self._blocks[block]):
+        if not self._blocks[block].is_cut:
             return self._files.read(paths[0], self._type, self._room)
         for begin, path in zip(range(0, self._task.stop, n_run), paths, strict=True):
             piece, n = self._files.read(path, self._type, self._room), min(n_run, self._task.stop - begin)
@@ -555,25 +552,33 @@ def files_in(folder: Path) -> Iterator[tuple[Path, int, float]]:
                     yield path, stat.st_size, stat.st_mtime
 
 
-def _is_cut(cache_class: CacheClass) -> bool:
-    """Whether a text can be cut anywhere in it."""
-    return isinstance(cache_class, PageClass) and cache_class.window is None
+class _Block(NamedTuple):
+    """What a node's cache has of a block: its number in the model, its share, and whether a text can be cut anywhere in it."""
+
+    number: int
+    share: str
+    is_cut: bool
 
 
-def _by_cut(blocks: Mapping[int, CacheClass]) -> tuple[list[int], list[int]]:
+def _by_cut(caches: Caches) -> tuple[list[_Block], list[_Block]]:
     """Blocks that can be cut anywhere, and the others."""
-    return [i for i, one in blocks.items() if _is_cut(one)], [i for i, one in blocks.items() if not _is_cut(one)]
+    blocks = [
+        _Block(i, caches.shares.get(i, ""), isinstance(one, PageClass) and one.window is None)
+        for i, one in caches.classes_of_blocks().items()
+    ]
+    return [one for one in blocks if one.is_cut], [one for one in blocks if not one.is_cut]
 
 
-def _path(folder: Path, key: bytes, block: int) -> Path:
+def _path(folder: Path, key: bytes, block: _Block) -> Path:
     """Of what a block has up to the end of the page with this key."""
-    return folder / f"{hashlib.blake2b(key + _SIZE.pack(block), digest_size=20).hexdigest()}.kv"
+    name = key + _SIZE.pack(block.number) + block.share.encode()
+    return folder / f"{hashlib.blake2b(name, digest_size=20).hexdigest()}.kv"
 
 
-def _paths(folder: Path, task: PrefixTask, n: int, block: int, is_cut: bool) -> list[Path]:
+def _paths(folder: Path, task: PrefixTask, n: int, block: _Block) -> list[Path]:
     """The files of a block for the first `n` pages of a task; what is behind the last whole run may be in a longer one."""
     pages, run = task.pages, task.run_pages
-    if not is_cut:
+    if not block.is_cut:
         return [_path(folder, pages[n - 1], block)]
     found = []
     for begin in range(0, n, run):
@@ -583,7 +588,7 @@ def _paths(folder: Path, task: PrefixTask, n: int, block: int, is_cut: bool) -> 
     return found
 
 
-def _all_there(folder: Path, blocks: Sequence[int], key: bytes) -> bool:
+def _all_there(folder: Path, blocks: Sequence[_Block], key: bytes) -> bool:
     return all(_path(folder, key, block).exists() for block in blocks)
 
 
