@@ -316,9 +316,7 @@ class InProcessRing:
         stage = self.stages[index]
         answer = (lambda task: self._files[index].answer(task, stage.caches)) if self._files else None
         is_hot = index in self._hot
-        loop = SecondaryLoop(
-            stage, self._rows, self.seen(index), is_last, self.wire, answer=answer, is_hot=is_hot
-        )
+        loop = SecondaryLoop(stage, self._rows, self.seen(index), is_last, self.wire, answer=answer, is_hot=is_hot)
         self.endings[index] = None
         try:
             loop.run()

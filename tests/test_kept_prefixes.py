@@ -7,7 +7,7 @@ import hashlib
 import os
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -485,6 +485,7 @@ class MadeUp:
     """Caches of blocks that have 1024 bytes in each page."""
 
     cache_type = "float32"
+    shares: Mapping[int, str] = {}
 
     def __init__(self, n_blocks: int) -> None:
         self._blocks = range(n_blocks)

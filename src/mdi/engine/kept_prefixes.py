@@ -3,7 +3,7 @@
 Blocks whose caches can be cut (pages without a window) have a file for each run of pages; what is behind the last whole run has
 a shorter one, of which the newest few stay. The others (states, windows) have a file for each end of a text that is kept. Names
 are hashes: of everything that the numbers depend on, of all ids up to the file's end (`memory.page_keys`), of the block, and of
-the share that a node of a group has of it. So files are found whatever the cut, and a node never sees ids. The layout of a file:
+a node's share of it in a group. So files are found whatever the cut, and a node never sees ids. The layout of a file:
 
     offset  size  field
     0       4     magic "MDIp"
@@ -312,8 +312,8 @@ class KeptFiles:
         n = task.possible.bit_length()
         if self._rate is None or not n or time.monotonic() - self._rate[1] > RATE_S:
             return 0.0
-        blocks, folder = caches.classes_of_blocks(), self._folder / task.owner
-        paths = [path for i, one in blocks.items() for path in _paths(folder, task, n, i, _is_cut(one))]
+        folder, (cut, whole) = self._folder / task.owner, _by_cut(caches)
+        paths = [path for one in (*cut, *whole) for path in _paths(folder, task, n, one)]
         return sum(path.stat().st_size for path in paths) / self._rate[0] / (n * PAGE)
 
     def _keep(self, task: PrefixTask, caches: Caches) -> bool:
