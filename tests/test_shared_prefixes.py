@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -237,12 +238,12 @@ def test_runs_go_on_from_what_groups_have_kept_and_survive_a_lost_member(
     gpt, parallel = model_of(LLAMA), ParallelOptions("tensor", (1.0, 3.0, 2.0))
     first = prompt(70, 1)
     second = [*first, *greedy(gpt, first, 12), *prompt(10, 2)]
-    wanted = greedy(gpt, second, 12)
+    wanted, lost = greedy(gpt, second, 12), list[threading.Event]()
 
     def on_new_nodes(ids: list[int], parallel: ParallelOptions = parallel, **fields: Any) -> tuple[list[int], int]:
         with secondaries(2, tmp_path) as nodes:
             if fields.pop("is_lost", False):
-                lose_after(40, nodes[0], monkeypatch)
+                lost.append(lose_after(40, nodes[0], monkeypatch))
             return turn(cluster_of(nodes), checkpoint, tmp_path, ids, parallel=parallel, **fields)
 
     assert on_new_nodes(first, n_kept=5) == (second[70:82], 0)
@@ -250,7 +251,7 @@ def test_runs_go_on_from_what_groups_have_kept_and_survive_a_lost_member(
     assert on_new_nodes(second, ParallelOptions("tensor", (1.0, 1.0, 1.0))) == (wanted, 0), "other shares"
     assert on_new_nodes(second, replace(parallel, algorithm="ring")) == (wanted, 0), "other sums"
     found, n_reused = on_new_nodes(second, is_lost=True, fixed=False)
-    assert found == wanted and n_reused == 64
+    assert lost[0].is_set() and found == wanted and n_reused == 64
     monkeypatch.undo()
     assert on_new_nodes(second) == (wanted, 64)
 
