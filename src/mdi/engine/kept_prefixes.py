@@ -53,6 +53,7 @@ ENDS_KEPT = 4  # ends of one conversation of which states are kept
 FREE_BYTES = 1 << 30  # that stay free on the disk
 FOREIGN_S = 30 * 24 * 3600.0  # after which files of another key go
 WAITING_BYTES = 64 << 20  # that may wait to be written
+ROOM_S = 10.0  # in which there must be room for a file of another node among them
 BYTES_PER_S = 32 << 20  # written: cards wear out, and readers of the same disk want to read
 MEASURED_BYTES = 1 << 20  # with fewer, a reading says nothing about the disk
 MOST_WANTED = 1024  # names of files that nodes lack, in one question
@@ -185,13 +186,14 @@ class KeptFiles:
         self._wanted: set[str] = set()  # names of files that lacked here in the last round of FETCH
         self._rate: tuple[float, float] | None = None  # bytes per second of the last large reading, and when that was
         self._queue: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
-        self._waiting: dict[Path, int] = {}  # bytes of each file that is to be written
+        self._waiting: dict[Path, bytes] = {}  # of each file that is to be written, not sealed yet; they count as there
+        self._is_failing = False  # whether the last file could not be written
         self._known_bytes: int | None = None  # of all files; None: they have to be counted
         self._uncounted_bytes = 0  # written since they were counted: others may have written as many
         self._ending, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Condition()  # told when nothing waits any more
-        self._disk = threading.Lock()  # of what is counted: the thread that computes writes and removes, too
+        self._disk = threading.Lock()  # of what is counted: the thread that computes removes, too
 
     # Of the thread that computes
 
@@ -226,12 +228,12 @@ class KeptFiles:
         pages, folder, (cut, whole) = task.pages, self._folder / task.owner, _by_cut(caches)
         if not cut and not whole:
             return task.possible
-        if not folder.is_dir():
+        if not self._waiting and not folder.is_dir():
             return 0
         n = self._n_pages(folder, cut, pages, task.run_pages)
         found = task.possible & ((1 << n) - 1)
         for i in range(n) if whole else ():
-            if found >> i & 1 and not _all_there(folder, whole, pages[i]):
+            if found >> i & 1 and not self._all_there(folder, whole, pages[i]):
                 found &= ~(1 << i)
         return found
 
@@ -240,23 +242,21 @@ class KeptFiles:
         Where there are blocks with ends of their own, these count.
         """
         folder, (cut, whole) = self._folder / task.owner, _by_cut(caches)
-        found = 0
-        for block in {*cut[:1], *cut[-1:]} if folder.is_dir() and not whole else ():
+        found, is_empty = 0, not self._waiting and not folder.is_dir()
+        for block in {*cut[:1], *cut[-1:]} if not whole and not is_empty else ():
             found |= (1 << self._n_pages(folder, [block], task.pages, task.run_pages)) - 1
         for block in {*whole[:1], *whole[-1:]}:
-            found |= sum(1 << i for i, key in enumerate(task.pages) if _path(folder, key, block).exists())
+            found |= sum(1 << i for i, key in enumerate(task.pages) if self._is_there(_path(folder, key, block)))
         return found & task.possible
 
     def _fetched(self, task: PrefixTask, caches: Caches) -> PrefixTask:
         """Take the files that are missing here from those that come with a task, and add what is here of what others want.
-        They stay sealed: a node without the same key takes none. A file is opened, written and synchronised with the disk
-        before this thread computes again: a text waits for it.
+        They travel sealed: a node without the same key takes none. Another thread writes them, and they are read meanwhile.
         """
         folder, n = self._folder / task.owner, task.stop // PAGE
         files, wanted, (cut, whole) = task.attached, set(task.wanted.split()), _by_cut(caches)
-        paths = [path for one in cut for path in _paths(folder, task, n, one)]
-        paths += [path for one in (whole if task.is_end else ()) for path in _paths(folder, task, n, one)]
-        there = {path.name for path in paths if path.exists()}
+        paths = [path for one in (*cut, *(whole if task.is_end else ())) for path in self._paths(task, n, one)]
+        there = {path.name for path in paths if self._is_there(path)}
         missing = {path.name for path in paths} - there
         for name in self._wanted & there:  # it has come otherwise
             files.pop(name, None)
@@ -264,9 +264,9 @@ class KeptFiles:
         self._wanted = missing
         try:
             for name in missing & files.keys():
-                data = files.pop(name)
-                self._opened(name, memoryview(data), _Room())
-                self._write(folder / name, data)
+                data = bytes(self._opened(name, memoryview(files.pop(name)), _Room()))
+                self._await_room()
+                self._put(_Written(folder / name, data, [], 0))
                 missing.discard(name)
                 wanted.discard(name)
         except MdiError as e:
@@ -285,10 +285,28 @@ class KeptFiles:
         if not blocks:
             return len(pages)
         n = 0
-        while n + run <= len(pages) and _all_there(folder, blocks, pages[n + run - 1]):
+        while n + run <= len(pages) and self._all_there(folder, blocks, pages[n + run - 1]):
             n += run
         tail = range(min(n + run, len(pages)), n, -1)
-        return next((end for end in tail if _all_there(folder, blocks, pages[end - 1])), n)
+        return next((end for end in tail if self._all_there(folder, blocks, pages[end - 1])), n)
+
+    def _all_there(self, folder: Path, blocks: Sequence[_Block], key: bytes) -> bool:
+        return all(self._is_there(_path(folder, key, block)) for block in blocks)
+
+    def _is_there(self, path: Path) -> bool:
+        return path in self._waiting or path.exists()
+
+    def _paths(self, task: PrefixTask, n: int, block: _Block) -> list[Path]:
+        """The files of a block for the first `n` pages of a task; what is behind the last whole run may be in a longer one."""
+        pages, run, folder = task.pages, task.run_pages, self._folder / task.owner
+        if not block.is_cut:
+            return [_path(folder, pages[n - 1], block)]
+        found = []
+        for begin in range(0, n, run):
+            longest, shortest = min(begin + run, len(pages)), min(begin + run, n)
+            paths = [_path(folder, pages[end - 1], block) for end in range(longest, shortest - 1, -1)]
+            found.append(next(filter(self._is_there, paths), paths[-1]))
+        return found
 
     def _fill(self, task: PrefixTask, caches: Caches) -> bool:
         caches.free(task.seq_id)
@@ -312,9 +330,10 @@ class KeptFiles:
         n = task.possible.bit_length()
         if self._rate is None or not n or time.monotonic() - self._rate[1] > RATE_S:
             return 0.0
-        folder, (cut, whole) = self._folder / task.owner, _by_cut(caches)
-        paths = [path for one in (*cut, *whole) for path in _paths(folder, task, n, one)]
-        return sum(path.stat().st_size for path in paths) / self._rate[0] / (n * PAGE)
+        cut, whole = _by_cut(caches)
+        paths = [path for one in (*cut, *whole) for path in self._paths(task, n, one)]
+        n_bytes = sum(path.stat().st_size for path in paths if path not in self._waiting)
+        return n_bytes / self._rate[0] / (n * PAGE)
 
     def _keep(self, task: PrefixTask, caches: Caches) -> bool:
         """Have what is missing of a run written; False: too much waits already, to be asked again."""
@@ -322,7 +341,7 @@ class KeptFiles:
         n = task.stop // PAGE - 1
         for block in (*cut, *(whole if task.is_end else ())):
             path = _path(folder, pages[n], block)
-            if path in self._waiting or path.exists():
+            if self._is_there(path):
                 continue
             if self._waiting_bytes >= WAITING_BYTES:
                 return False
@@ -340,7 +359,14 @@ class KeptFiles:
     @property
     def _waiting_bytes(self) -> int:
         with self._lock:
-            return sum(self._waiting.values())
+            return sum(map(len, self._waiting.values()))
+
+    def _await_room(self) -> None:
+        """For a file of another node. Raises EngineError if the disk takes none."""
+        with self._lock:
+            has_room = self._lock.wait_for(lambda: self._waiting_bytes < WAITING_BYTES, ROOM_S)
+        if self._is_failing or not has_room:
+            raise EngineError("this disk does not take it")
 
     def _remove_others(self, task: PrefixTask) -> None:
         """Remove folders of owners of the same realm that are not among those of the task."""
@@ -357,7 +383,7 @@ class KeptFiles:
 
     def _put(self, one: _Written) -> None:
         with self._lock:
-            self._waiting[one.path] = len(one.data)
+            self._waiting[one.path] = one.data
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_all, name="kept-prefixes", daemon=True)
                 self._thread.start()
@@ -366,6 +392,10 @@ class KeptFiles:
     def read(self, path: Path, cache_type: str, room: _Room | None = None) -> Piece:
         """What a file has, in memory of `room`. Raises EngineError; the file is removed if it is not what it should be."""
         room = room or _Room()
+        if (waiting := self._waiting.get(path)) is not None:
+            opened = room.of(True, len(waiting))
+            opened[:] = waiting
+            return _unpacked(opened, cache_type)
         try:
             with path.open("rb", buffering=0) as file:
                 data = room.of(False, os.fstat(file.fileno()).st_size)
@@ -396,8 +426,10 @@ class KeptFiles:
             try:
                 self._write(path, self._sealed(path.name, data))
                 _keep_newest(item.earlier, item.n_earlier)
+                self._is_failing = False
             except Exception as e:  # of one file; the thread goes on with the next one
                 self._count_again()
+                self._is_failing = True
                 if not is_told:
                     logger.warning("prefixes are not kept on this disk: %s", e)
                 is_told = True
@@ -499,7 +531,6 @@ class _FromFiles(Mapping[int, Piece]):
     def __init__(self, files: KeptFiles, task: PrefixTask, caches: Caches) -> None:
         self._files, self._task, self._type = files, task, caches.cache_type
         self._blocks = {one.number: one for blocks in _by_cut(caches) for one in blocks}
-        self._folder = files._folder / task.owner  # noqa: SLF001 (of this module)
         self._room, self._arrays = _Room(), list[np.ndarray]()
 
     def __iter__(self) -> Iterator[int]:
@@ -512,7 +543,7 @@ class _FromFiles(Mapping[int, Piece]):
         return block in self._blocks  # without reading it
 
     def _paths(self, block: int) -> list[Path]:
-        return _paths(self._folder, self._task, self._task.stop // PAGE, self._blocks[block])
+        return self._files._paths(self._task, self._task.stop // PAGE, self._blocks[block])  # noqa: SLF001 (of this module)
 
     def announce(self) -> None:
         """Let the disk read all of them, while those that have come are deciphered."""
@@ -573,23 +604,6 @@ def _path(folder: Path, key: bytes, block: _Block) -> Path:
     """Of what a block has up to the end of the page with this key."""
     name = key + _SIZE.pack(block.number) + block.share.encode()
     return folder / f"{hashlib.blake2b(name, digest_size=20).hexdigest()}.kv"
-
-
-def _paths(folder: Path, task: PrefixTask, n: int, block: _Block) -> list[Path]:
-    """The files of a block for the first `n` pages of a task; what is behind the last whole run may be in a longer one."""
-    pages, run = task.pages, task.run_pages
-    if not block.is_cut:
-        return [_path(folder, pages[n - 1], block)]
-    found = []
-    for begin in range(0, n, run):
-        longest, shortest = min(begin + run, len(pages)), min(begin + run, n)
-        paths = [_path(folder, pages[end - 1], block) for end in range(longest, shortest - 1, -1)]
-        found.append(next((one for one in paths if one.exists()), paths[-1]))
-    return found
-
-
-def _all_there(folder: Path, blocks: Sequence[_Block], key: bytes) -> bool:
-    return all(_path(folder, key, block).exists() for block in blocks)
 
 
 def _keep_newest(paths: Sequence[Path], n: int) -> None:
