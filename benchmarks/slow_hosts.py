@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults")
 
 from lossy_network import IFF_NO_PI, Hosts
 
+GIGABIT = 0.0002, 940.0  # Gigabit Ethernet: delay one way in seconds, Mbit/s
+
 IFF_VNET_HDR, TUNSETOFFLOAD = 0x4000, 0x400454D0
 CHECKSUM, TSO4 = 1, 2  # offloads
 SOURCE = Path(__file__).with_name("slow_switch.cpp")
