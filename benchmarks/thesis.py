@@ -114,7 +114,7 @@ def checkpoint_of(args: argparse.Namespace, model: Model, results: Results) -> P
     from thesis_models import make_checkpoint
     from thesis_train import FULL_STEPS, QUICK_STEPS, trained_checkpoint, training_result
 
-    if not model.is_trained:
+    if not model.is_trained or args.untrained:
         return make_checkpoint(args.work_dir, model.key)
     n_steps = QUICK_STEPS if args.quick else FULL_STEPS
     ckpt = trained_checkpoint(args.work_dir, n_steps)
@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, metavar="N", help="so many per sample, to try something out")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "thesis", metavar="DIR")
+    parser.add_argument("--untrained", action="store_true", help="random weights for all: rates do not depend on them")
     parser.add_argument("--loopback", action="store_true", help="all nodes on one host, without root")
     parser.add_argument("--within", type=float, default=math.inf, metavar="S", help="begin no run that would end later")
     parser.add_argument(

@@ -106,7 +106,9 @@ def on_hosts(ring: type[LocalRing], hosts: Hosts) -> type[LocalRing]:
             return found
 
         def command(self, path: Path, index: int) -> list[str]:
-            return hosts.command(index + 1, *super().command(path, index), "--insecure")  # as the thesis, which had no keys
+            return hosts.command(
+                index + 1, *super().command(path, index), "--insecure"
+            )  # as the thesis, which had no keys
 
     return OnHosts
 

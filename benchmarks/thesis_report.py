@@ -58,7 +58,12 @@ def fill_in(page: Path, tables: dict[str, str]) -> None:
 def caption(data: dict[str, Any]) -> str:
     """When, on what, and how much of the evaluation the tables below show."""
     runs = data["runs"]
-    return f"Measured on {data['date']}: {data['machine']}; {type_of(runs)}. One thread per node."
+    days = sorted({run["date"][:10] for run in runs.values()})
+    machines = "; ".join(sorted({run["machine"] for run in runs.values()}))
+    links = (
+        "one host" if any(run["loopback"] for run in runs.values()) else "Gigabit Ethernet between network namespaces"
+    )
+    return f"Measured on {' and '.join(days)}: {machines}; {links}; {type_of(runs)}. One thread per node."
 
 
 def type_of(runs: dict[str, Any]) -> str:

@@ -174,13 +174,13 @@ def window_memory() -> str:
     result = load("window_memory")
     rows = []
     for model, found in result["models"].items():
-        before = zip(found["paper_without_gib"], found["without_gib"], strict=True)
-        window = zip(found["paper_window_gib"], found["window_gib"], strict=True)
-        ends = [f"{theirs:g}, {ours:.1f}" for theirs, ours in before]
-        rows.append([model, f"{ends[0]}; {ends[-1]}", *(f"{theirs:g}, {ours:.2f}" for theirs, ours in window)])
+        pairs = {key: list(zip(*both.values(), strict=True)) for key, both in found.items()}
+        ends = [f"{theirs:g}, {ours:.1f}" for theirs, ours in pairs["without"]]
+        two, four = ([f"{theirs:g}, {ours:.2f}" for theirs, ours in pairs[f"window_{n}"]] for n in (2, 4))
+        rows.append([model, f"{ends[0]}; {ends[-1]}", *(f"{a}; {b}" for a, b in zip(two, four, strict=True))])
     n_nodes = result["nodes"]
     head = ["model", f"without a window: theirs, ours (N = {n_nodes[0]}; {n_nodes[-1]})"]
-    return markdown([*head, *(f"window: theirs, ours (N = {n})" for n in n_nodes)], rows)
+    return markdown([*head, *(f"W = 2: theirs, ours; W = 4 (N = {n})" for n in n_nodes)], rows)
 
 
 def serving() -> str:
