@@ -7,7 +7,7 @@ evaluation can be done in pieces; the figures in assets/ and the tables in docs/
 
     thesis.py                  everything that is missing, hours on two cores; needs 12 GB of memory and 5 GB of disk
     thesis.py --only nanogpt-7,tiny-llama --nodes 1,3 --within 240
-    thesis.py --quick          three models, a few tokens, under five minutes; writes beside its results only
+    thesis.py --quick          three models, a few tokens, under five minutes; writes into the work folder only
     thesis.py --draw           no runs, only figures and tables from the results that are there
 """
 
@@ -215,7 +215,7 @@ def main() -> None:
     from thesis_report import write_report
 
     is_for_docs = args.docs if args.docs is not None else not args.quick
-    write_report(results.data, ROOT if is_for_docs else None, results.path.parent)
+    write_report(results.data, ROOT if is_for_docs else None, args.work_dir)
     sys.exit(1 if n_failed else 0)
 
 
