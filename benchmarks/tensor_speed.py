@@ -368,8 +368,8 @@ def main() -> None:
         for result in in_turns(args) if args.rounds else one_after_the_other(args):
             results.append(result)
             print(json.dumps(result), flush=True)
-    if args.json is not None:
-        save(args.json, {"tokens": results})
+            if args.json is not None:
+                save(args.json, {"tokens": results})
 
 
 if __name__ == "__main__":
