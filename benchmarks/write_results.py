@@ -31,7 +31,7 @@ UNMEASURED = "It was not measured yet."
 
 WAYS = {"replay": "`replay`", "tokens": "`tokens`", "restart": "begun again", "no cache": "no cache"}
 SUMS = ("star", "exchange", "ring", "tree")
-SHOWN_DELAYS_MS = (0.2, 1, 10)
+SHOWN_DELAYS_MS = (0.2, 1)
 SHOWN_LINKS_MS, SHOWN_P = (0, 10), (0.5, 0.8, 0.9)  # of tokens that are guessed
 
 PAGES = (ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "seeds.md")
