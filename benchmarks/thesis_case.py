@@ -5,7 +5,9 @@ The hosts are joined by Gigabit Ethernet (slow_hosts.py), or all nodes are on th
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from mdi.run.local import LocalRing
     from slow_hosts import Hosts
 
-RUN_LIMIT_S = 1800
+RUN_LIMIT_S, END_S = 1800, 30
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,20 @@ def spawn_case(case: Case) -> dict[str, Any]:
         subprocess.SubprocessError: it failed, and has said why, or took longer than RUN_LIMIT_S.
     """
     program = Path(__file__).with_name("thesis.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(program), "--case", json.dumps(asdict(case))],
-        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, timeout=RUN_LIMIT_S, check=True,
-    )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout)
+    command = [sys.executable, "-W", "ignore", str(program), "--case", json.dumps(asdict(case))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as child:
+        try:
+            told, _ = child.communicate(timeout=RUN_LIMIT_S)
+        except BaseException as e:
+            if isinstance(e, subprocess.TimeoutExpired):  # an interrupt comes to both
+                child.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(END_S)  # it removes its hosts
+            child.kill()
+            raise
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command)
+    found: dict[str, Any] = json.loads(told)
     return found
 
 
