@@ -65,29 +65,6 @@ def wire_bytes() -> str:
     return markdown(["frame", "bytes"], [[said, str(found[name])] for name, said in names.items()])
 
 
-def start_up() -> str:
-    found = load("overheads")["start_up"]
-    names = {
-        "answers_s": "process start until it answers `GET /`",
-        "imports_s": "a process that only imports numpy, safetensors, cherrypy and requests, and ends",
-        "ready_from_disk_s": "`/init` until READY, weights on disk",
-        "ready_again_s": "`/init` until READY, the same model still in memory",
-    }
-    return markdown(["", "seconds"], [[said, f"{found[name]:.2g}"] for name, said in names.items()])
-
-
-def secondary_memory() -> str:
-    found = load("overheads")["memory"]
-    names = {
-        "rss_bytes": "resident",
-        "weights_bytes": "weights of its blocks, mapped",
-        "caches_bytes": "key/value caches",
-        "beyond_bytes": "**beyond these**",
-        "imports_bytes": "a process that has only imported numpy, safetensors, cherrypy and requests",
-    }
-    return markdown(["", "MB"], [[said, f"{found[name] / 1e6:.3g}"] for name, said in names.items()])
-
-
 def quality() -> str:
     result = load("quality")
     bits = {"bf16": "16", "fp16": "16", "int8": "8.25", "int4": "4.5"}
@@ -334,8 +311,6 @@ def placement_clients() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "round-trip": round_trip,
     "wire-bytes": wire_bytes,
-    "start-up": start_up,
-    "secondary-memory": secondary_memory,
     "family-blocks": family_blocks,
     "serving": serving,
     "quality": quality,
