@@ -15,15 +15,12 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
-
-import finetune_speed as speed_of_finetuning  # noqa: E402
-from records import RESULTS  # noqa: E402
-from side_by_side.tables import fill, markdown  # noqa: E402
+import finetune_speed as speed_of_finetuning
+import on_path  # noqa: F401
+from records import RESULTS, ROOT
+from side_by_side.tables import fill, markdown
 
 Result = Mapping[str, Any]
 
