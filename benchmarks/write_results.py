@@ -15,15 +15,12 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
-
-import finetune_speed as speed_of_finetuning  # noqa: E402
-from records import RESULTS  # noqa: E402
-from side_by_side.tables import fill, markdown  # noqa: E402
+import finetune_speed as speed_of_finetuning
+import on_path  # noqa: F401
+from records import RESULTS, ROOT
+from side_by_side.tables import fill, markdown
 
 Result = Mapping[str, Any]
 
@@ -63,29 +60,6 @@ def wire_bytes() -> str:
         "ping": "PING, when nothing else was sent for a second",
     }
     return markdown(["frame", "bytes"], [[said, str(found[name])] for name, said in names.items()])
-
-
-def start_up() -> str:
-    found = load("overheads")["start_up"]
-    names = {
-        "answers_s": "process start until it answers `GET /`",
-        "imports_s": "a process that only imports numpy, safetensors, cherrypy and requests, and ends",
-        "ready_from_disk_s": "`/init` until READY, weights on disk",
-        "ready_again_s": "`/init` until READY, the same model still in memory",
-    }
-    return markdown(["", "seconds"], [[said, f"{found[name]:.2g}"] for name, said in names.items()])
-
-
-def secondary_memory() -> str:
-    found = load("overheads")["memory"]
-    names = {
-        "rss_bytes": "resident",
-        "weights_bytes": "weights of its blocks, mapped",
-        "caches_bytes": "key/value caches",
-        "beyond_bytes": "**beyond these**",
-        "imports_bytes": "a process that has only imported numpy, safetensors, cherrypy and requests",
-    }
-    return markdown(["", "MB"], [[said, f"{found[name] / 1e6:.3g}"] for name, said in names.items()])
 
 
 def quality() -> str:
@@ -364,8 +338,6 @@ def placement_clients() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "round-trip": round_trip,
     "wire-bytes": wire_bytes,
-    "start-up": start_up,
-    "secondary-memory": secondary_memory,
     "family-blocks": family_blocks,
     "serving": serving,
     "quality": quality,
