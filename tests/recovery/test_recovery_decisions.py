@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdi.errors import RingError
+from mdi.errors import Code, ControlError, NodeLostError, RingError, UsageError
 from mdi.run.cut import Holder, cut, slowest_s
 from mdi.run.policy import (
     Absences,
@@ -25,6 +26,8 @@ from mdi.run.policy import (
     Wait,
     in_place,
     present_holders,
+    taken_over,
+    with_hot_spares,
     with_the_rest,
 )  # fmt: skip
 from mdi.run.report import Records
@@ -76,6 +79,93 @@ def test_blocks_go_to_those_that_are_left_and_to_all_spares() -> None:
         "x",
     )
     assert with_the_rest(RING, frozenset({"starter"}), [], {}, lambda stages, most: None) is None
+
+
+# Hot spares
+
+
+def hot_before(wanted: Sequence[str], spares: Sequence[str], **more: Any) -> list[str]:
+    """Names of the ring, those of hot spares with a star."""
+    ring = with_hot_spares(RING, wanted, spares, **more)
+    assert all(
+        (one.start, one.stop) == (after.start, after.stop) for one, after in itertools.pairwise(ring) if one.is_hot
+    )
+    return [f"{stage.name}*" if stage.is_hot else stage.name for stage in ring]
+
+
+def test_hot_spares_stand_before_the_nodes_that_are_named_and_then_before_the_largest() -> None:
+    assert hot_before(["auto"], ["x", "y"]) == ["starter", "a", "x*", "b"]
+    assert hot_before(["a"], ["x", "y"]) == ["starter", "x*", "a", "b"]
+    assert hot_before(["auto", "a"], ["x", "y"]) == ["starter", "x*", "a", "y*", "b"]
+    assert hot_before(["starter"], ["x"]) == ["starter", "a", "x*", "b"], "the starter has none"
+    assert hot_before(["auto", "auto"], ["x"]) == ["starter", "a", "x*", "b"], "as far as there are spares"
+    assert hot_before(["auto"], ["a"]) == ["starter", "a", "b"], "which has its place in the ring"
+    assert hot_before([], ["x"]) == ["starter", "a", "b"]
+
+
+def test_a_hot_spare_that_has_the_blocks_is_taken_first() -> None:
+    had = {"before": (Stage("x", 5, 8), Stage("y", 4, 9), Stage("z", 5, 9))}
+    assert hot_before(["auto"], ["x", "y", "z"], **had) == ["starter", "a", "z*", "b"]
+    assert hot_before(["a"], ["x", "y", "z"], **had) == ["starter", "x*", "a", "b"]
+    assert hot_before(["b", "a"], ["x", "z"], **had, may_load=False) == ["starter", "a", "z*", "b"]
+
+
+def test_who_takes_the_place_of_whom() -> None:
+    ring = with_hot_spares(RING, ["b"], ["x"])
+    assert Form(ring, is_moved=False).hot == {"x"} and Form(ring, is_moved=False).counts == (2, 3, 4)
+    for lost, expected in (("", "b"), ("b", "x"), ("x", "b"), ("bx", "b"), ("a", "b")):
+        found = taken_over(ring, lambda name, lost=lost: name in lost)
+        assert [stage.name for stage in found] == ["starter", "a", expected] and not any(s.is_hot for s in found)
+
+
+def test_who_has_the_blocks_of_a_lost_node() -> None:
+    stages = (Stage("a", 0, 2), Stage("x", 2, 5, is_hot=True), Stage("b", 2, 5), Stage("c", 5, 6))
+    assert present_holders(Stage("lost", 1, 5), stages) == ("a", "b")
+    assert present_holders(Stage("lost", 2, 5), stages) == ("b",)
+    assert present_holders(Stage("lost", 5, 9), stages) == ("c",)
+    assert present_holders(Stage("lost", 3, 3), stages) == ()
+
+
+def test_a_ring_gets_the_hot_spares_that_it_lacks() -> None:
+    policy = Policy(RING, ["x", "y"], no_cut, 6.0, hot=["auto"])
+    found = policy.with_spare(RING, ["y"])
+    assert found is not None and found.names == ("starter", "a", "y", "b")
+    assert (found.is_moved, found.fresh, found.hot) == (False, {"y"}, {"y"})
+    assert policy.with_spare(found.stages, ["x"]) is None, "it lacks none"
+    assert policy.with_spare(RING, ["stranger"]) is None
+    short = (Stage("starter", 0, 2), Stage("a", 2, 9))
+    for free, expected in ((["b", "x"], "x"), (["b"], "b")):
+        found = policy.with_spare(short, free)
+        assert found is not None and found.names == ("starter", expected, "a")
+
+
+def test_a_better_ring_that_cannot_be_prepared_is_tried_again_only_if_a_node_was_lost() -> None:
+    form = Form(RING, is_moved=True)
+    for error, failed, is_refused in (
+        (UsageError("no disk"), "x", True), (NodeLostError("x", "gone"), "x", False), (NodeLostError("x", "gone"), None, True),
+        (ControlError("it goes", code=Code.LEAVING), "x", False), (NodeLostError("a", "gone"), "a", True),
+    ):  # fmt: skip
+        policy = Policy(RING, [], no_cut, 6.0)
+        for _ in range(2):  # after the first loss a node may come back at once
+            policy.refuse(form, error, failed, 100.0)
+        assert (policy.refused is form) == is_refused == policy.may_use("x", 100.0), error
+        assert policy.may_use("x", 106.0)
+
+
+# Answers
+
+
+@pytest.mark.parametrize("memory, expected", [
+    ({"available_bytes": 7}, 7), ({"available_bytes": True}, 0), ({"available_bytes": "7"}, 0), ({}, 0), ([7], 0), (None, 0),
+])  # fmt: skip
+def test_what_a_node_answers_is_not_believed(memory: Any, expected: int) -> None:
+    told = {"memory": memory, "process": "p", "state": "IDLE", "leaving": False}
+    found = Answer.from_json("a", told)
+    assert found == Answer("a", "p", "IDLE", expected, False) and found.is_free
+    assert not Answer.from_json("a", told | {"leaving": True}).is_free
+    assert Answer.from_json("a", told | {"leaving": 1}).is_free
+    assert not Answer.from_json("a", told | {"state": "RUNNING"}).is_free
+    assert Answer.from_json("a", {}) == Answer("a", "", "", 0, False)
 
 
 # Cuts
