@@ -238,9 +238,8 @@ def test_an_architecture_that_is_not_here(arch: Any) -> None:
 
 
 def a_config(**more: Any) -> Config:
-    return Config(
-        n_layer=2, n_embd=48, n_head=6, n_query_groups=3, head_size=8, intermediate_size=20, block_size=64, **more
-    )
+    sizes = {"n_layer": 2, "n_embd": 48, "n_head": 6, "n_query_groups": 3, "head_size": 8, "intermediate_size": 20}
+    return Config(**{**sizes, "block_size": 64, "rotary_percentage": 1.0, **more})
 
 
 @pytest.mark.parametrize("base, original", [(500000, 8192), (10000, 64), (16, 25)])
@@ -256,10 +255,12 @@ def test_what_the_frequencies_of_a_scaled_rope_are_divided_by(base: int, origina
 def test_fields_that_say_nothing_are_left_out() -> None:
     plain = {
         "block_count": 2, "embedding_length": 48, "feed_forward_length": 20, "context_length": 64, "attention.head_count": 6,
-        "attention.head_count_kv": 3, "attention.key_length": 8, "attention.value_length": 8, "rope.dimension_count": 2,
+        "attention.head_count_kv": 3, "attention.key_length": 8, "attention.value_length": 8, "rope.dimension_count": 8,
         "attention.layer_norm_epsilon": 1e-5, "rope.freq_base": 10000.0,
     }  # fmt: skip
     assert fields_of(ModelConfig.from_litgpt(a_config())) == plain
+    part = a_config(rotary_percentage=0.5)
+    assert fields_of(ModelConfig.from_litgpt(part)) == plain | {"rope.dimension_count": 4}
     linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
     assert fields_of(ModelConfig.from_litgpt(a_config(rope_condense_ratio=2))) == plain | linear
     assert fields_of(ModelConfig.from_litgpt(a_config(rope_adjustments={"factor": 2.0}))) == plain | linear
