@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clusters import cluster, model, node
 from mdi.errors import Code, ControlError, NodeLostError, RingError, UsageError
-from mdi.run.cut import Holder, cut, slowest_s
+from mdi.placement.model import Workload
+from mdi.placement.profile import DEFAULT_BYTES_S, LinkProfile
+from mdi.run.cut import LOAD_BYTES_S, READ_BYTES_S, Holder, MovingCut, better_with, cut, slower_links, slowest_s
 from mdi.run.policy import (
     Absences,
     Answer,
@@ -177,6 +180,40 @@ def holders(*nodes: tuple[tuple[int, int], float, float, float]) -> list[Holder]
         Holder(str(k), has, block_s, 0.0, move_s, n_bytes, least=min(k, 1))
         for k, (has, block_s, move_s, n_bytes) in enumerate(nodes)
     ]
+
+
+def test_a_pair_is_as_slow_as_its_slower_direction() -> None:
+    names = ("starter", "a", "b", "c")
+    links = tuple(LinkProfile(x, y, 2e-4, 1e8) for x in names for y in names if x != y)
+    profile, usual = cluster(*map(node, names), links=links), 2e-4 + 1e5 / 1e8
+    others = {(x, y): usual for x in names for y in names if x != y}
+    for way, back in ((0.2, 0.5), (0.5, 0.2), (0.5, usual), (usual, 0.5)):
+        found = slower_links(profile, others | {("a", "b"): way, ("b", "a"): back, ("a", "gone"): 9.0}, 1e5)
+        slow = {pair: seconds for pair, seconds in found.items() if seconds}
+        assert slow == {("a", "b"): pytest.approx(0.5 - usual), ("b", "a"): pytest.approx(0.5 - usual)}
+    assert slower_links(profile, others | {("a", "b"): 2 * usual + 0.0099}, 1e5) == {}
+    assert slower_links(profile, others | {("a", "b"): 2 * usual + 0.0101}, 1e5) != {}
+
+
+def test_seconds_of_moving_and_of_a_frame_without_measurements() -> None:
+    shape = model(6, head_bytes=1e9)
+    moving = MovingCut(shape, None, Workload(4, 100), 1e9, lambda: 1)
+    ring = (Stage("starter", 0, 2), Stage("a", 2, 4), Stage("b", 0, 0))
+    load_s, link_s = 1e9 / LOAD_BYTES_S, 1e9 / DEFAULT_BYTES_S
+    assert moving.moving_s(ring, (1, 3, 2)) == pytest.approx(3 * (load_s + link_s)), "a gets one, and b two"
+    assert moving.moving_s(ring, (4, 0, 2)) == pytest.approx(2 * load_s + 2 * (load_s + link_s))
+    block_s, head_s = shape.reference.weight_bytes / READ_BYTES_S, 1e9 / READ_BYTES_S
+    assert moving.round_s(ring, (0, 1, 5)) == pytest.approx(max(head_s, 5 * block_s))
+    assert moving.round_s(ring, (6, 0, 0)) == pytest.approx(head_s + 6 * block_s)
+
+
+def test_one_more_node_stands_where_the_fewest_blocks_move() -> None:
+    shape = model(6, head_bytes=0)
+    moving = MovingCut(shape, None, Workload(4, 100), 1e9, lambda: 10**6)
+    ring = (Stage("starter", 0, 3), Stage("a", 3, 6))
+    found = better_with(ring, "b", moving)
+    assert found is not None and found.names == ("starter", "b", "a") and found.counts == (2, 2, 2)
+    assert better_with(found.stages, "c", moving) is None, "one of four still has two"
 
 
 def test_few_rounds_move_few_blocks_and_many_rounds_make_the_stages_even() -> None:
