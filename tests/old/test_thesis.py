@@ -132,6 +132,7 @@ def test_time_left_follows_what_the_runs_took(monkeypatch: pytest.MonkeyPatch) -
         assert clock.end() == (took_s, pytest.approx(left_s))
 
 
+@pytest.mark.slow  # a program of measurements, which starts three more
 def test_the_program_runs_a_model_and_forgets_its_weights(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     command = ["--only", "nanogpt-9", "--nodes", "2", "--tokens", "3", "--no-docs", "--work-dir", tmp_path / "work"]
