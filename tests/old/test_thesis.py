@@ -155,6 +155,7 @@ def test_an_evaluation_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch:
     assert set(thesis.Results(path).runs) == {"nano-llama/1", "nano-llama/2"}
 
 
+@pytest.mark.slow  # a program of measurements, which starts three more
 def test_the_program_runs_a_model_and_forgets_its_weights(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     command = ["--only", "nanogpt-9", "--nodes", "2", "--tokens", "3", "--no-docs", "--loopback"]
