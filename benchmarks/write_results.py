@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
 import finetune_speed as speed_of_finetuning  # noqa: E402
+import petals as petals_grid  # noqa: E402
 from records import RESULTS  # noqa: E402
 from side_by_side.tables import fill, markdown  # noqa: E402
 
@@ -29,12 +30,18 @@ Result = Mapping[str, Any]
 
 UNMEASURED = "It was not measured yet."
 
-WAYS = {"replay": "`replay`", "tokens": "`tokens`", "restart": "begun again", "no cache": "no cache"}
+WAYS = {"restart": "begun again", "no cache": "no cache", "replay": "`replay`", "tokens": "`tokens`"}
+PETALS_TABLE_1 = {  # of Borzunov et al. 2023: steps/s where p = 0, 1e-4, 1e-3, 1e-2; None: over an hour
+    128: {"restart": (17.1, 16.7, 12, 0.18), "no cache": (3.44,) * 4, "replay": (11.4, 11.4, 10.6, 3.38)},
+    1024: {"restart": (15.5, 11.8, 0.48, None), "no cache": (0.89,) * 4, "replay": (10.7, 10.7, 7.76, 2.17)},
+}
 SUMS = ("star", "exchange", "ring", "tree")
 SHOWN_DELAYS_MS = (0.2, 1, 10)
 SHOWN_LINKS_MS, SHOWN_P = (0, 10), (0.5, 0.8, 0.9)  # of tokens that are guessed
 
 PAGES = (ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "seeds.md")
+# Right answers of three tasks in the mean, of BLOOM and OPT, and tokens/s of BLOOM, by bits of weights.
+PETALS_TABLES_4_AND_5 = {"16": ("70.1%", "75.3%", "4.18, 31.3, 100.6"), "8": ("70.3%", "74.9%", "3.95, 29.4, 95.8")}
 
 
 def load(name: str) -> Any:
@@ -105,23 +112,81 @@ def quality() -> str:
 
 
 def recovery_rates() -> str:
-    results = {128: load("recovery_rates"), 1020: load("recovery_rates_1020")}
-    rates, rows = (1e-4, 1e-3, 1e-2), []
-    for n_tokens, result in results.items():
+    """Steps/s by rates of failures, the paper's and ours, and in brackets their share of the first of them."""
+    rows, rates = [], (0.0, 1e-4, 1e-3, 1e-2, 5e-2)
+    for n_tokens, of_paper in PETALS_TABLE_1.items():
+        result = load("recovery_rates" if n_tokens == 128 else "recovery_rates_1020")
         for way, said in WAYS.items():
-            lines = {line["rate"]: line for line in result["lines"] if line["way"] == way}
-            cost_s = lines[rates[0]]["s_per_failure"]
-            rows.append([
-                f"{n_tokens:,} tokens, {said}", *(_left(lines[rate]) for rate in rates),
-                "" if cost_s is None else f"{cost_s * 1e3:.0f} ms",
-            ])  # fmt: skip
-    table = markdown(["p", *(f"{rate:.0e}".replace("e-0", "e-") for rate in rates), "a failure costs"], rows)
-    return measured(results[128], table)
+            paper = of_paper.get(way)
+            if paper is not None:
+                shown = [f"{x:g} ({x / of_paper['restart'][0]:.2g})" if x else "over an hour" for x in paper]
+                rows.append([f"{n_tokens:,} tokens, {said}", "Petals", *shown, "", ""])
+            own = _steps(result, way)
+            first = _steps(result, "restart")[0.0][0]
+            cells = [_step(*own[rate], first) for rate in rates]
+            cost_s = next(line["s_per_failure"] for line in result["lines"] if line["way"] == way)
+            rows.append([f"{n_tokens:,} tokens, {said}", "here", *cells, "" if cost_s is None else f"{cost_s * 1e3:.0f} ms"])
+    head = ["steps/s", "", *(f"p = {rate:g}" for rate in rates), "a failure costs"]
+    return measured(load("recovery_rates"), markdown(head, rows))
 
 
-def _left(line: Result) -> str:
-    computed = f"({line['computed']:.2g})"
-    return computed if line["left"] is None else f"{line['left']:.2f} {computed}, {line['failures']}"
+def _steps(result: Result, way: str) -> dict[float, tuple[float, bool]]:
+    """Steps/s of a way by rates of failures, and whether they were measured."""
+    own = [text["seconds"] for text in result["texts"] if text["way"] == way and not text["rate"]]
+    plain = own or [text["seconds"] for text in result["texts"] if not text["rate"]]
+    base = result["tokens"] / statistics.mean(plain)
+    lines = [line for line in result["lines"] if line["way"] == way]
+    return {line["rate"]: (base * (line["left"] or line["computed"]), line["left"] is not None) for line in lines}
+
+
+def _step(rate: float, is_measured: bool, first: float) -> str:
+    number = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+    return f"{number} ({rate / first:.2g})" if is_measured else f"*{number} ({rate / first:.2g})*"
+
+
+def petals() -> str:
+    """The paper's table 3 and ours, each with its share of the first line of the same number of nodes."""
+    result, rows, first = load("petals"), [], {}
+    of_grid = [f"steps {n}" for n in petals_grid.CONTEXTS] + [f"forward {n}" for n in petals_grid.BATCHES]
+    for case, theirs in petals_grid.PAPER.items():
+        found = result["cells"].get(case.name, {})
+        ours = [statistics.mean(found[name]) if name in found else None for name in of_grid]
+        base = first.setdefault(case.nodes, (theirs, ours))
+        cells = [
+            "; ".join(
+                "-" if x is None or of is None else f"{x:.{2 if x < 10 else 1 if x < 100 else 0}f} ({x / of:.2f})"
+                for x, of in zip(pair, firsts, strict=True)
+            )
+            for pair, firsts in zip(zip(theirs, ours, strict=True), zip(*base, strict=True), strict=True)
+        ]
+        link = f"{'1 Gbit/s' if case.mbit == 1000 else f'{case.mbit} Mbit/s'}, {case.rtt_ms} ms"
+        rows.append([str(case.nodes), str(case.clients), link, *cells])
+    said = ["steps/s, 128 tokens: Petals; here", "2,048 tokens", "tokens/s, 1 x 128", "64 x 128"]
+    return measured(result, markdown(["nodes", "clients", "links", *said], rows))
+
+
+def petals_bits() -> str:
+    """Tables 4 and 5 of the paper, and ours."""
+    result, learned = load("petals_bits"), {case["task"]: case for case in load("finetune_quality")["cases"]}
+    rows = []
+    for form, bits in (("bf16", "16"), ("int8", "8")):
+        right = [
+            next(line["right"] for line in learned[task]["after"] if line["format"] == form and line["texts"] == 1)
+            for task in ("tone", "reports")
+        ]
+        rates = [statistics.median(result["tokens_s"][form][n]) for n in ("1", "8", "32")]
+        theirs = PETALS_TABLES_4_AND_5[bits]
+        rows.append([
+            bits, *theirs, *(f"{share:.1%}" for share in (*right, result["accuracy"][form]["right"])),
+            ", ".join(f"{rate:.1f}" for rate in rates),
+        ])  # fmt: skip
+    shares = [a / b for a, b in zip(*[[float(x) for x in row[3].split(", ")] for row in rows[::-1]], strict=True)]
+    ours = [a / b for a, b in zip(*[[float(x) for x in row[-1].split(", ")] for row in rows[::-1]], strict=True)]
+    told = [", ".join(f"{share:.2f}" for share in each) for each in (shares, ours)]
+    rows.append(["8 over 16", "", "", told[0], "", "", "", told[1]])
+    head = ["bits", "BLOOM-176B, right", "OPT-175B", "BLOOM: tokens/s of 1, 8, 32 texts", "here: tone", "reports",
+            "SmolLM2 135M, next tokens", "SmolLM2: tokens/s of 1, 8, 32 texts"]  # fmt: skip
+    return measured(result, markdown(head, rows))
 
 
 def tensor_sums() -> str:
@@ -340,6 +405,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving": serving,
     "quality": quality,
     "recovery-rates": recovery_rates,
+    "petals": petals,
+    "petals-bits": petals_bits,
     "finetune-speed": partial(finetuning, "passes"),
     "speculation": speculation,
     "speculation-sources": lambda: guesses("speculation_sources"),
