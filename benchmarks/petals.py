@@ -51,7 +51,8 @@ class Case(NamedTuple):
         return f"{self.nodes} nodes, {self.clients} clients, {self.mbit} Mbit/s, {self.rtt_ms} ms"
 
 
-PAPER: dict[Case, tuple[float | None, ...]] = {  # steps/s behind 128 and 2,048 tokens, tokens/s of 1 and 64 x 128, of each client
+# Of each client: steps/s behind 128 and 2,048 tokens, and tokens/s of 1 and 64 x 128.
+PAPER: dict[Case, tuple[float | None, ...]] = {
     Case(3, 1, 1000, 5): (1.71, 1.54, 70.0, 253.6), Case(3, 1, 100, 5): (1.66, 1.49, 56.4, 182.0),
     Case(3, 1, 100, 100): (1.23, 1.11, 19.7, 112.2), Case(3, 3, 1000, 5): (1.65, 1.49, None, None),
     Case(10, 1, 1000, 5): (1.65, 1.54, 59.1, 230.1), Case(10, 3, 1000, 5): (1.65, 1.54, 54.7, 221.4),

@@ -13,15 +13,13 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
-import finetune_speed as speed_of_finetuning  # noqa: E402
 import petals as petals_grid  # noqa: E402
 from records import RESULTS  # noqa: E402
 from side_by_side.tables import fill, markdown  # noqa: E402
@@ -41,7 +39,16 @@ SHOWN_LINKS_MS, SHOWN_P = (0, 10), (0.5, 0.8, 0.9)  # of tokens that are guessed
 
 PAGES = (ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "seeds.md")
 # Right answers of three tasks in the mean, of BLOOM and OPT, and tokens/s of BLOOM, by bits of weights.
-PETALS_TABLES_4_AND_5 = {"16": ("70.1%", "75.3%", "4.18, 31.3, 100.6"), "8": ("70.3%", "74.9%", "3.95, 29.4, 95.8")}
+PETALS_TABLES_4_AND_5 = {
+    "16": (("70.1%", "75.3%"), (4.18, 31.3, 100.6)), "8": (("70.3%", "74.9%"), (3.95, 29.4, 95.8)),
+}  # fmt: skip
+
+# Table 6, tokens/s forward and backward by (batch size, prompt length); what the paper calls prefixes are our deep prompts.
+PETALS_TABLE_6: dict[str, dict[tuple[int, int], tuple[float, float]] | None] = {
+    "prompt": {(8, 16): (195.6, 57.4), (8, 4): (213.2, 60.8), (32, 16): (272.6, 82.8), (32, 4): (293.1, 84.7)},
+    "deep-prompt": {(8, 16): (111.0, 42.0), (8, 4): (178.7, 57.8), (32, 16): (164.1, 64.4), (32, 4): (255.8, 84.8)},
+    "prefix": None,
+}
 
 
 def load(name: str) -> Any:
@@ -112,21 +119,19 @@ def quality() -> str:
 
 
 def recovery_rates() -> str:
-    """Steps/s by rates of failures, the paper's and ours, and in brackets their share of the first of them."""
+    """Steps/s by rates of failures, the paper's and ours, each with its share of those that begin again and never fail."""
     rows, rates = [], (0.0, 1e-4, 1e-3, 1e-2, 5e-2)
     for n_tokens, of_paper in PETALS_TABLE_1.items():
         result = load("recovery_rates" if n_tokens == 128 else "recovery_rates_1020")
+        first, of_first = _steps(result, "restart")[0.0][0], of_paper["restart"][0]
         for way, said in WAYS.items():
-            paper = of_paper.get(way)
-            if paper is not None:
-                shown = [f"{x:g} ({x / of_paper['restart'][0]:.2g})" if x else "over an hour" for x in paper]
-                rows.append([f"{n_tokens:,} tokens, {said}", "Petals", *shown, "", ""])
             own = _steps(result, way)
-            first = _steps(result, "restart")[0.0][0]
-            cells = [_step(*own[rate], first) for rate in rates]
+            theirs = [f"{x:g} ({x / of_first:.2g})" if x else "-" for x in of_paper.get(way, (None,) * 4)]
+            ours = [_step(*own[rate], first) for rate in rates]
             cost_s = next(line["s_per_failure"] for line in result["lines"] if line["way"] == way)
-            rows.append([f"{n_tokens:,} tokens, {said}", "here", *cells, "" if cost_s is None else f"{cost_s * 1e3:.0f} ms"])
-    head = ["steps/s", "", *(f"p = {rate:g}" for rate in rates), "a failure costs"]
+            cells = [f"{a}; {b}" for a, b in zip([*theirs, "-"], ours, strict=True)]
+            rows.append([f"{n_tokens:,}", said, *cells, "" if cost_s is None else f"{cost_s * 1e3:.0f} ms"])
+    head = ["tokens", "", *(f"p = {rate:g}" for rate in rates), "a failure costs here"]
     return measured(load("recovery_rates"), markdown(head, rows))
 
 
@@ -167,26 +172,27 @@ def petals() -> str:
 
 def petals_bits() -> str:
     """Tables 4 and 5 of the paper, and ours."""
-    result, learned = load("petals_bits"), {case["task"]: case for case in load("finetune_quality")["cases"]}
-    rows = []
+    result, learned, rows = load("petals_bits"), {case["task"]: case for case in load("finetune_quality")["cases"]}, []
+    rates = {form: [statistics.median(found[n]) for n in ("1", "8", "32")] for form, found in result["tokens_s"].items()}
     for form, bits in (("bf16", "16"), ("int8", "8")):
-        right = [
-            next(line["right"] for line in learned[task]["after"] if line["format"] == form and line["texts"] == 1)
+        own = [
+            next(line["right"] for line in learned[task]["after"] if (line["format"], line["texts"]) == (form, 1))
             for task in ("tone", "reports")
         ]
-        rates = [statistics.median(result["tokens_s"][form][n]) for n in ("1", "8", "32")]
-        theirs = PETALS_TABLES_4_AND_5[bits]
-        rows.append([
-            bits, *theirs, *(f"{share:.1%}" for share in (*right, result["accuracy"][form]["right"])),
-            ", ".join(f"{rate:.1f}" for rate in rates),
-        ])  # fmt: skip
-    shares = [a / b for a, b in zip(*[[float(x) for x in row[3].split(", ")] for row in rows[::-1]], strict=True)]
-    ours = [a / b for a, b in zip(*[[float(x) for x in row[-1].split(", ")] for row in rows[::-1]], strict=True)]
-    told = [", ".join(f"{share:.2f}" for share in each) for each in (shares, ours)]
-    rows.append(["8 over 16", "", "", told[0], "", "", "", told[1]])
-    head = ["bits", "BLOOM-176B, right", "OPT-175B", "BLOOM: tokens/s of 1, 8, 32 texts", "here: tone", "reports",
-            "SmolLM2 135M, next tokens", "SmolLM2: tokens/s of 1, 8, 32 texts"]  # fmt: skip
-    return measured(result, markdown(head, rows))
+        right, theirs = PETALS_TABLES_4_AND_5[bits]
+        cells = [f"{share:.1%}" for share in (*own, result["accuracy"][form]["right"])]
+        rows.append([bits, *right, *cells, _rates(theirs), _rates(rates[form])])
+    both = [[of_8 / of_16 for of_8, of_16 in zip(*pair, strict=True)] for pair in (
+        [PETALS_TABLES_4_AND_5[bits][1] for bits in ("8", "16")], [rates["int8"], rates["bf16"]]
+    )]  # fmt: skip
+    rows.append(["8 over 16", *[""] * 5, *(", ".join(f"{share:.2f}" for share in shares) for shares in both)])
+    head = ["bits", "right: BLOOM-176B", "OPT-175B", "here: tone", "reports", "SmolLM2 135M, next token",
+            "tokens/s of 1, 8, 32 texts: BLOOM-176B", "here: SmolLM2"]  # fmt: skip
+    return markdown(head, rows)
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:.3g}" for rate in rates)
 
 
 def tensor_sums() -> str:
@@ -196,11 +202,11 @@ def tensor_sums() -> str:
         if one["bytes"] == 8192 and one["algorithm"] in SUMS and one["delay_ms"] in SHOWN_DELAYS_MS:
             found.setdefault((one["nodes"], one["delay_ms"]), {})[one["algorithm"]] = one["mean_us"] / 1e3
     rows = []
-    for (nodes, delay), times in sorted(found.items()):
-        best = min(times.values())
-        cells = [f"**{times[name]:.2f}**" if times[name] == best else f"{times[name]:.2f}" for name in SUMS]
-        rows.append([str(nodes), f"{delay:g} ms", *cells])
-    return measured(result, markdown(["nodes", "delay", *SUMS], rows))
+    for nodes in sorted({nodes for nodes, _ in found}):
+        times = [found[nodes, delay] for delay in SHOWN_DELAYS_MS]
+        shown = [[f"**{t[name]:.2f}**" if t[name] == min(t.values()) else f"{t[name]:.2f}" for t in times] for name in SUMS]
+        rows.append([str(nodes), *("; ".join(cells) for cells in shown)])
+    return measured(result, markdown(["nodes", *SUMS], rows))
 
 
 def tensor_speed(name: str = "tensor_speed") -> str:
@@ -287,11 +293,24 @@ def serving() -> str:
     return measured(result, markdown(["command", "what", "measured"], rows))
 
 
-def finetuning(what: str) -> str:
-    """One of the three tables of finetune_speed.py."""
-    way = speed_of_finetuning.WAYS[what]
-    result = load(way.file)
-    return measured(result, way.table(result["lines"]))
+def finetuning_beside_petals() -> str:
+    """The paper's table 6 and ours: forward and backward, each with its share of the first of the paper's column or ours."""
+    result = load("finetune_speed")
+    own = {
+        (one["method"], one["texts"], one["rows"]): (one["forward_classes_tokens_s"], one["backward_classes_tokens_s"])
+        for one in result["lines"]
+    }
+    rows = []
+    for case in ((8, 16), (8, 4), (32, 16), (32, 4)):
+        cells = []
+        for method, of_paper in PETALS_TABLE_6.items():
+            ours = {one: own[(method, *one)] for one in ((8, 16), case)}
+            pairs = [(rates[case], rates[8, 16]) for rates in (of_paper, ours) if rates is not None]
+            shown = [[f"{x:.0f} ({x / of:.2f})" for x, of in zip(*pair, strict=True)] for pair in pairs]
+            cells.append("; ".join(map(", ".join, shown)))
+        rows.append([*map(str, case), *cells])
+    heads = [f"`{name}`: " + ("here" if theirs is None else "Petals; here") for name, theirs in PETALS_TABLE_6.items()]
+    return markdown(["batch size", "prompt length", *heads], rows)
 
 
 def speculation() -> str:
@@ -407,7 +426,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recovery-rates": recovery_rates,
     "petals": petals,
     "petals-bits": petals_bits,
-    "finetune-speed": partial(finetuning, "passes"),
+    "finetune-speed": finetuning_beside_petals,
     "speculation": speculation,
     "speculation-sources": lambda: guesses("speculation_sources"),
     "speculation-never": lambda: guesses("speculation_never"),
