@@ -6,9 +6,9 @@ as long as in the paper: each node waits until its share of the time of BLOOM's 
 paper's local pipeline (one device after the other, no links): a + b a row, and c a position of a text that decodes. Its blocks
 themselves are small, and real. Rows have a sixteenth of BLOOM's width, and links a sixteenth of the paper's rate.
 
-Several clients have as many texts in all as one, at least eight each.
+Of 64 x 128 half is sent, by several clients together, but eight texts each at least: rates are the same.
 
-    petals.py --until-s 180     root; the cells that are not in the file of results yet, as many as can begin in that time
+    petals.py --models FOLDER --until-s 180     root; cells that are not in the file of results yet, as many as begin in time
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import on_path  # noqa: F401
 from records import add_json_flag, save
 
-ROOT = Path(__file__).resolve().parents[1]
+FORK = multiprocessing.get_context("fork")
 PORT, RING_PORT, CLIENT_PORT = 8088, 5088, 9088
 PART = 16  # of the paper's width of rows, and of its rates
 LOCAL = {"128": 2.46, "2048": 2.28, "1x128": 98.4}  # steps/s and tokens/s of three A100 in one machine
@@ -78,32 +80,32 @@ def together_s(times: Sequence[Sequence[float]]) -> list[float]:
     return [(len(one) - 1) / (one[-1] - one[0]) for one in inside if len(one) > 1]
 
 
-# The processes
+# The processes, forked when all that they need is imported
 
 
-def node(folder: Path, n_nodes: int, index: int, *words: str) -> None:
+def node(waits: Path, n_nodes: int, index: int, words: Sequence[object]) -> None:
     """A standing node with block `index`, whose stage waits."""
     import mdi.node.swarm_member as member
     from mdi.cli import main
     from mdi.stages.kernel_stage import KernelStage
 
-    computed, share, prompts_wait = KernelStage.__call__, SHARES[n_nodes][index] / N_BLOCKS, folder / "prompts-wait"
+    computed, share = KernelStage.__call__, SHARES[n_nodes][index] / N_BLOCKS
 
     def waiting(stage: KernelStage, x: Any, slices: Any, *more: Any) -> Any:
         begin = time.perf_counter()
         found = computed(stage, x, slices, *more)
-        if len(x) == 1 or prompts_wait.exists():
+        if len(x) == 1 or waits.exists():
             until = begin + share * device_s(len(x), max(one.start for one in slices))
             time.sleep(max(0.0, until - time.perf_counter()))
         return found
 
     KernelStage.__call__ = waiting  # type: ignore[method-assign]
     member.weakest_span = lambda served, n_blocks: index  # type: ignore[assignment]
-    sys.exit(main(["join", *words]))
+    main(["join", *map(str, words)])
 
 
-def client(folder: Path, address: str, peer: str) -> None:
-    """A starter that reads what to measure: `steps CONTEXT` or `forward TEXTS`, and writes what it took."""
+def client(model: Path, key: Path, address: str, peer: str, asked: Connection) -> None:
+    """A starter that is asked for ("steps", context) or ("forward", texts), and answers with the times of its tokens."""
     from mdi.cancel import Cancel
     from mdi.control.meeting import Peer
     from mdi.engine.sequence import SamplingParams
@@ -114,25 +116,24 @@ def client(folder: Path, address: str, peer: str) -> None:
     from mdi.spec.cluster import NodeConfig
     from mdi.spec.options import StarterOptions
 
-    swarm = Swarm([Peer(peer, PORT)], KeyFile(folder / "key"), 120.0)
+    swarm = Swarm([Peer(peer, PORT)], KeyFile(key), 120.0)
     place = NodeConfig("starter", address, CLIENT_PORT, CLIENT_PORT + 1)
     source = SwarmNodes(swarm, lambda: place, Cancel(), 1, None, lambda: None)
     options = StarterOptions(
-        ckpt=folder / "model", prompt_style="none", device="cpu", dtype="float32", wire_dtype="int8", draft="none",
+        ckpt=model, prompt_style="none", device="cpu", dtype="float32", wire_dtype="int8", draft="none",
         silence_s=120.0,
     )  # fmt: skip
     with source, Run(source, options, max(CONTEXTS) + N_STEPS + 2, n_texts=max(BATCHES)) as run:
-        print("ready", flush=True)
-        for line in sys.stdin:
-            what, n = line.split()[0], int(line.split()[1])
+        asked.send([])
+        while True:
+            what, n = asked.recv()
             n_texts, n_ids, n_tokens = (1, n, N_STEPS + 1) if what == "steps" else (n, 128, 1)
             times = [time.monotonic()] if what == "forward" else []
             for k in range(n_texts):
                 ids = [1 + (7 * k + 3 * i) % 200 for i in range(n_ids)]
-                sample = run.submit("", ids, SamplingParams(n_tokens, temperature=0.0))
-                note(sample, times)
+                note(run.submit("", ids, SamplingParams(n_tokens, temperature=0.0)), times)
             run.read()
-            print(json.dumps(times), flush=True)
+            asked.send(times)
 
 
 def note(sample: Any, times: list[float]) -> None:
@@ -149,54 +150,55 @@ def note(sample: Any, times: list[float]) -> None:
 class Setup:
     """Nodes that stand, and clients, on hosts of their own."""
 
-    def __init__(self, n_nodes: int, n_clients: int, stack: contextlib.ExitStack) -> None:
+    def __init__(self, models: Path, n_nodes: int, n_clients: int, stack: contextlib.ExitStack) -> None:
+        import mdi.cli.join  # noqa: F401  so that processes need not import it
+        import mdi.node.secondary
+        import mdi.run.run  # noqa: F401
         from mdi.net.keys import new_secret, write_keys
         from random_checkpoint import make_checkpoint
         from slow_hosts import SlowHosts
 
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        make_checkpoint(self.folder / "model", f"links-{n_nodes}")
+        model = models / f"links-{n_nodes}"
+        make_checkpoint(model, model.name)
         write_keys(self.folder / "key", (new_secret(),))
         self.hosts = SlowHosts(n_nodes, 0.0)
         stack.callback(self.hosts.close)
-        self._stack, self._n = stack, n_nodes
+        self._stack, self._waits = stack, self.folder / "prompts-wait"
+        self.clients: list[Connection] = []
+        where = [self.hosts.address(i % n_nodes) for i in range(n_nodes + 1)]
         for i in range(n_nodes):
-            words = ["--model", self.folder / "model", "--key", self.folder / "key", "--addr", self.hosts.address(i)]
-            words += ["--port", PORT, "--port-in", RING_PORT, "--max-blocks", 1, "--threads", 1, "--no-announce"]
-            words += ["--cache-dir", self.folder / "cache", "--peer", f"{self.hosts.address((i + 1) % n_nodes)}:{PORT}"]
-            self._start(i, "node", n_nodes, i, *words)
-        where = [self.hosts.address(i % n_nodes) for i in range(n_clients + 1)]
-        self.clients = [self._start(i, "client", where[i], where[i + 1]) for i in range(n_clients)]
+            words = ["--model", model, "--key", self.folder / "key", "--addr", where[i], "--max-blocks", 1]
+            words += ["--port", PORT, "--port-in", RING_PORT, "--threads", 1, "--no-announce"]
+            words += ["--cache-dir", self.folder / "cache", "--peer", f"{where[i + 1]}:{PORT}"]
+            self._fork(i, node, self._waits, n_nodes, i, words)
+        for i in range(n_clients):
+            own, its = FORK.Pipe()
+            self._fork(i, client, model, self.folder / "key", where[i], where[i + 1], its)
+            its.close()  # so that its end is seen
+            self.clients.append(own)
         for one in self.clients:
-            self._answer(one)
+            one.recv()
 
-    def _start(self, host: int, what: str, *words: object) -> subprocess.Popen[str]:
-        log = self._stack.enter_context((self.folder / f"{what}{host}.log").open("wb"))
-        command = [sys.executable, __file__, f"--{what}", self.folder, *words]
-        out = subprocess.PIPE if what == "client" else log
-        one = subprocess.Popen(
-            self.hosts.command(host, *map(str, command)), stdin=subprocess.PIPE, stdout=out,
-            stderr=log, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
-        )  # fmt: skip
-        self._stack.callback(one.wait)
-        self._stack.callback(one.kill)
-        return one
+    def _fork(self, host: int, target: Callable[..., None], *args: Any) -> None:
+        def run() -> None:
+            self.hosts.enter(host)
+            log = os.open(self.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            target(*args)
 
-    def _answer(self, one: subprocess.Popen[str]) -> str:
-        assert one.stdout is not None
-        if line := one.stdout.readline():
-            return line
-        logs = [path.read_text()[-500:] for path in sorted(self.folder.glob("*.log"))]
-        raise SystemExit("\n".join(["a client has ended:", *logs]))
+        process = FORK.Process(target=run, daemon=True)
+        process.start()
+        self._stack.callback(process.join)
+        self._stack.callback(process.kill)
 
     def asked(self, n_clients: int, what: str, n: int) -> list[list[float]]:
         """What so many clients took, who began at the same time."""
-        waits = self.folder / "prompts-wait"
-        waits.touch() if what == "forward" else waits.unlink(missing_ok=True)
+        self._waits.touch() if what == "forward" else self._waits.unlink(missing_ok=True)
         for one in self.clients[:n_clients]:
-            assert one.stdin is not None
-            print(what, n, file=one.stdin, flush=True)
-        return [json.loads(self._answer(one)) for one in self.clients[:n_clients]]
+            one.send((what, n))
+        return [one.recv() for one in self.clients[:n_clients]]
 
     def measure(self, case: Case, paper: Sequence[float | None]) -> dict[str, list[float]]:
         """Rates of each client. What the paper leaves out is left out."""
@@ -205,7 +207,7 @@ class Setup:
         found = {f"steps {n}": together_s(self.asked(case.clients, "steps", n)) for n in CONTEXTS}
         for n, theirs in zip(BATCHES, paper[2:], strict=True):
             if theirs is not None:
-                n_own = max(min(n, 8), n // case.clients)
+                n_own = max(min(n, 8), n // 2 // case.clients)
                 times = self.asked(case.clients, "forward", n_own)
                 found[f"forward {n}"] = [n_own * 128 / (one[-1] - one[0]) for one in times]
         return found
@@ -214,6 +216,7 @@ class Setup:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, action="append", choices=tuple(SHARES), help="may be repeated (all)")
+    parser.add_argument("--models", type=Path, required=True, help="folder for random models, which are made once")
     parser.add_argument("--until-s", type=float, default=1e9, help="no cell begins later than this (no end)")
     add_json_flag(parser, "petals")
     args = parser.parse_args()
@@ -227,16 +230,11 @@ def main() -> None:
             for case in left:
                 if time.monotonic() - begin > args.until_s:
                     return
-                setup = setup or Setup(n_nodes, max(one.clients for one in left), stack)
+                setup = setup or Setup(args.models, n_nodes, max(one.clients for one in left), stack)
                 cells[case.name] = setup.measure(case, PAPER[case])
                 print(f"{time.monotonic() - begin:4.0f} s: {case.name}: {cells[case.name]}", flush=True)
                 save(args.json, {"cells": cells})
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--node"]:
-        node(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
-    elif sys.argv[1:2] == ["--client"]:
-        client(Path(sys.argv[2]), *sys.argv[3:])
-    else:
-        main()
+    main()

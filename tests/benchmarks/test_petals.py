@@ -24,12 +24,15 @@ def test_the_rate_is_that_while_all_clients_decode() -> None:
     assert together_s([alone[:3]]) == pytest.approx([1.0])
 
 
+FLAGS = ("--models", "nowhere")
+
+
 class Counted:
     """In the place of nodes and clients."""
 
     measured: list[str] = []
 
-    def __init__(self, n_nodes: int, n_clients: int, stack: object) -> None:
+    def __init__(self, models: Path, n_nodes: int, n_clients: int, stack: object) -> None:
         left = [case for case in PAPER if case.nodes == n_nodes and case.name not in self.measured]
         assert n_clients == max(case.clients for case in left)
 
@@ -42,7 +45,9 @@ def test_cells_that_are_there_are_not_measured_again(tmp_path: Path, monkeypatch
     Counted.measured = []
     monkeypatch.setattr(petals, "Setup", Counted)
     for n in (3, 12, 3):
-        monkeypatch.setattr("sys.argv", ["petals.py", "--nodes", str(n), "--json", str(tmp_path / "petals.json")])
+        monkeypatch.setattr(
+            "sys.argv", ["petals.py", *FLAGS, "--nodes", str(n), "--json", str(tmp_path / "petals.json")]
+        )
         petals.main()
     assert Counted.measured == [case.name for n in (3, 12) for case in PAPER if case.nodes == n]
     assert set(json.loads((tmp_path / "petals.json").read_text())["cells"]) == set(Counted.measured)
@@ -59,6 +64,6 @@ def test_cells_that_are_there_are_not_measured_again(tmp_path: Path, monkeypatch
 
 def test_no_cell_begins_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(petals, "Setup", None)  # it would be called
-    monkeypatch.setattr("sys.argv", ["petals.py", "--until-s", "0", "--json", str(tmp_path / "petals.json")])
+    monkeypatch.setattr("sys.argv", ["petals.py", *FLAGS, "--until-s", "0", "--json", str(tmp_path / "petals.json")])
     petals.main()
     assert not (tmp_path / "petals.json").exists()
