@@ -299,18 +299,22 @@ def finetuning_beside_petals() -> str:
     own = {
         (one["method"], one["texts"], one["rows"]): (one["forward_classes_tokens_s"], one["backward_classes_tokens_s"])
         for one in result["lines"]
+        if one["nodes"] == 3
     }
     rows = []
     for case in ((8, 16), (8, 4), (32, 16), (32, 4)):
         cells = []
         for method, of_paper in PETALS_TABLE_6.items():
-            ours = {one: own[(method, *one)] for one in ((8, 16), case)}
+            ours = {one: own.get((method, *one)) for one in ((8, 16), case)}
             pairs = [(rates[case], rates[8, 16]) for rates in (of_paper, ours) if rates is not None]
-            shown = [[f"{x:.0f} ({x / of:.2f})" for x, of in zip(*pair, strict=True)] for pair in pairs]
-            cells.append("; ".join(map(", ".join, shown)))
+            cells.append("; ".join("-" if None in pair else _of_first(*pair) for pair in pairs))
         rows.append([*map(str, case), *cells])
     heads = [f"`{name}`: " + ("here" if theirs is None else "Petals; here") for name, theirs in PETALS_TABLE_6.items()]
     return markdown(["batch size", "prompt length", *heads], rows)
+
+
+def _of_first(rates: Sequence[float], first: Sequence[float]) -> str:
+    return ", ".join(f"{x:.{0 if x >= 100 else 1}f} ({x / of:.2f})" for x, of in zip(rates, first, strict=True))
 
 
 def speculation() -> str:
