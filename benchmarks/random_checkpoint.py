@@ -29,8 +29,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": {"n_layer": 32, "n_embd": 4096, "n_head": 32, "n_query_groups": 32, "intermediate_size": 11008},
     "tiny-3m": {"n_layer": 4, "n_embd": 256, "n_head": 8, "n_query_groups": 8, "intermediate_size": 704},
     **{  # little to compute, and rows a sixteenth as wide as those of BLOOM 176B
-        f"links-{n}": {"n_layer": n, "n_embd": 896, "n_head": 1, "head_size": 64, "n_query_groups": 1, "intermediate_size": 64,
-                      "vocab_size": 512, "padded_vocab_size": 512, "block_size": 4096}
+        f"links-{n}": {
+            "n_layer": n,
+            "n_embd": 896,
+            "n_head": 1,
+            "head_size": 64,
+            "n_query_groups": 1,
+            "intermediate_size": 64,
+            "vocab_size": 512,
+            "padded_vocab_size": 512,
+            "block_size": 4096,
+        }
         for n in (3, 10, 12)
     },
 }

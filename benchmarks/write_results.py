@@ -173,7 +173,9 @@ def petals() -> str:
 def petals_bits() -> str:
     """Tables 4 and 5 of the paper, and ours."""
     result, learned, rows = load("petals_bits"), {case["task"]: case for case in load("finetune_quality")["cases"]}, []
-    rates = {form: [statistics.median(found[n]) for n in ("1", "8", "32")] for form, found in result["tokens_s"].items()}
+    rates = {
+        form: [statistics.median(found[n]) for n in ("1", "8", "32")] for form, found in result["tokens_s"].items()
+    }
     for form, bits in (("bf16", "16"), ("int8", "8")):
         own = [
             next(line["right"] for line in learned[task]["after"] if (line["format"], line["texts"]) == (form, 1))
@@ -204,7 +206,9 @@ def tensor_sums() -> str:
     rows = []
     for nodes in sorted({nodes for nodes, _ in found}):
         times = [found[nodes, delay] for delay in SHOWN_DELAYS_MS]
-        shown = [[f"**{t[name]:.2f}**" if t[name] == min(t.values()) else f"{t[name]:.2f}" for t in times] for name in SUMS]
+        shown = [
+            [f"**{t[name]:.2f}**" if t[name] == min(t.values()) else f"{t[name]:.2f}" for t in times] for name in SUMS
+        ]
         rows.append([str(nodes), *("; ".join(cells) for cells in shown)])
     return measured(result, markdown(["nodes", *SUMS], rows))
 
