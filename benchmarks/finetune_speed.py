@@ -53,7 +53,7 @@ def opened(args: argparse.Namespace, n_nodes: int, length: int, n_texts: int, **
     )
     options = StarterOptions(
         ckpt=args.folder, prompt_style="none", device="cpu", dtype="float32", placement="even", quantize=args.quantize,
-        quantize_head=args.quantize, threads=args.threads, **fields,
+        quantize_head=args.quantize, threads=args.threads, wait_s=300.0, **fields,
     )  # fmt: skip
     with source, Run(source, options, length, n_texts=n_texts) as run:
         yield run

@@ -86,11 +86,11 @@ def planted(source: WeightSource, seed: int = 1) -> WeightSource:
     return ChangedSource(source, changed)
 
 
-def stage_of(source: WeightSource, form: str) -> KernelStage:
-    """The whole model in one format, head and embedding too."""
+def stage_of(source: WeightSource, form: str, max_length: int = 0) -> KernelStage:
+    """The whole model in one format, head and embedding too, for texts of so many tokens (0: of its context)."""
     weights = Resident(source.part_names(), lambda part: source.weights(part, Packing(form, form)))
     stage = KernelStage(spec_of(source.config), 0, source.config.n_layer, weights)
-    stage.prepare(source.config.block_size)
+    stage.prepare(max_length or source.config.block_size)
     return stage
 
 

@@ -28,6 +28,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny-llama-1.1b": {"n_layer": 22, "n_embd": 2048, "n_head": 32, "n_query_groups": 4, "intermediate_size": 5632},
     "llama-2-7b": {"n_layer": 32, "n_embd": 4096, "n_head": 32, "n_query_groups": 32, "intermediate_size": 11008},
     "tiny-3m": {"n_layer": 4, "n_embd": 256, "n_head": 8, "n_query_groups": 8, "intermediate_size": 704},
+    **{  # little to compute, and rows a sixteenth as wide as those of BLOOM 176B
+        f"links-{n}": {
+            "n_layer": n,
+            "n_embd": 896,
+            "n_head": 1,
+            "head_size": 64,
+            "n_query_groups": 1,
+            "intermediate_size": 64,
+            "vocab_size": 512,
+            "padded_vocab_size": 512,
+            "block_size": 4096,
+        }
+        for n in (3, 10, 12)
+    },
 }
 CONTEXT, DEEP_CONTEXT = 2048, 8448
 DEEP = "-deep"  # what names of shapes end with that have a context of DEEP_CONTEXT
@@ -67,8 +81,8 @@ def config_of(shape: str) -> Any:
         return derive_config(HF_SHAPES[shape], shape, Path(shape))
     from litgpt.config import Config
 
-    return Config(name=shape, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY,
-                  rotary_percentage=1.0, padding_multiple=64, **LLAMA, **{"block_size": CONTEXT, **SHAPES[shape]})  # fmt: skip
+    words = {"vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY, "block_size": CONTEXT}
+    return Config(name=shape, rotary_percentage=1.0, padding_multiple=64, **LLAMA, **{**words, **SHAPES[shape]})
 
 
 def n_weights(shape: str) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What failures at a given rate leave of the speed of one text: table 1 of Petals (Borzunov et al. 2023), on a ring of three.
+"""What failures at a given rate leave of the speed of one text: table 1 of Petals (Borzunov et al. 2023), on four stages.
 
 With probability p, each time that rows are sent to the next stage, that stage drops its caches and connections; its process
 lives. "replay" and "tokens" go on from what the nodes have (mdi.run); "restart" begins the text again after each failure;
@@ -11,7 +11,7 @@ are to be expected. Restarts that would take more than --limit texts are only co
 at some of its lengths.
 
     recovery_rates.py --tokens 128 --repeat 10
-    recovery_rates.py --ckpt FOLDER --quantize int8 --tokens 128 --repeat 3
+    recovery_rates.py --tokens 1020 --repeat 2 --limit 2
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,11 @@ from records import add_json_flag, save
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("src", "tests/faults")]
+sys.path.insert(0, str(ROOT / "src"))
 
 PROMPT = [1, 5, 9, 40]
-N_NODES = 3
+LAYERS = (0, 2, 2, 2, 2)  # of the starter and four stages, as 8, 7, 8, 7 in the paper
+N_STAGES = len(LAYERS) - 1
 N_LENGTHS = 8  # of "no cache", of which the time is measured
 RESTORED = {"replay": 64 << 20, "tokens": 0}  # bytes of rows that nodes keep
 
@@ -63,7 +64,7 @@ def secondaries(ckpt: Path, stack: contextlib.ExitStack) -> list[Any]:
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     nodes = []
-    for i in range(N_NODES - 1):
+    for i in range(N_STAGES):
         source = open_source(ckpt)
         stack.callback(source.close)
         config = NodeConfig(f"secondary{i}", "127.0.0.1", 0, 0)
@@ -77,28 +78,10 @@ def secondaries(ckpt: Path, stack: contextlib.ExitStack) -> list[Any]:
     return nodes
 
 
-def entries(nodes: list[Any], stack: contextlib.ExitStack, delay_s: float = 0.0, bytes_s: float = 0.0) -> list[Any]:
-    """The nodes as the starter's nodes file has them, if need be behind slow links: those of tests/faults."""
-    from faulty_links import FRONT, Network, Pace
-
-    from mdi.spec.cluster import NodeConfig
-
-    addr = "127.0.0.1"
-    if delay_s or bytes_s:
-        addr, network = FRONT, Network()
-        stack.callback(network.close)
-        for node in nodes:
-            network.link(node.control_port, Pace(delay_s))
-            network.link(node.ring_port, Pace(delay_s, bytes_s))
-    return [NodeConfig(n.config.name, addr, n.control_port, n.ring_port) for n in nodes]
-
-
 class Ring:
     """A starter over secondaries of this process, which can be made to fail."""
 
-    def __init__(
-        self, nodes: list[Any], args: argparse.Namespace, replay_bytes: int, places: Sequence[Any], n_texts: int = 1
-    ) -> None:
+    def __init__(self, nodes: list[Any], args: argparse.Namespace, replay_bytes: int) -> None:
         from mdi.run.nodes import GivenNodes
         from mdi.run.run import Run
         from mdi.spec.cluster import ClusterConfig, NodeConfig
@@ -106,15 +89,12 @@ class Ring:
 
         self._nodes = nodes
         options = StarterOptions(
-            ckpt=args.ckpt, device="cpu", placement="even", prompt_style="none", replay_memory=replay_bytes,
-            quantize=args.quantize, quantize_head=args.quantize, draft="none",
+            ckpt=args.ckpt, device="cpu", layers=",".join(map(str, LAYERS)), prompt_style="none", replay_memory=replay_bytes,
+            draft="none",
         )  # fmt: skip
-        self.starter = Run(
-            GivenNodes(ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), tuple(places))),
-            options,
-            len(PROMPT) + args.tokens,
-            n_texts=n_texts,
-        )
+        places = tuple(NodeConfig(n.config.name, "127.0.0.1", n.control_port, n.ring_port) for n in nodes)
+        cluster = ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), places)
+        self.starter = Run(GivenNodes(cluster), options, len(PROMPT) + args.tokens, n_texts=1)
         self.starter.open()
         self.starter.loop.policy.absences.step_s = 0.0  # here nodes fail on purpose: they need not wait
         self._random = random.Random()
@@ -131,12 +111,7 @@ class Ring:
         self.n_failures = 0
 
     def generate(self, ids: list[int], n_tokens: int, on_token: Callable[[], object] = lambda: None) -> list[int]:
-        sample = self.submit(ids, n_tokens, on_token)
-        self.starter.read()
-        return list(sample.token_ids)
-
-    def submit(self, ids: list[int], n_tokens: int, on_token: Callable[[], object]) -> Any:
-        """A sample; `on_token` is called for each of its tokens, whether that makes text or not."""
+        """`on_token` is called for each token, whether that makes text or not."""
         from mdi.engine.sequence import SamplingParams
 
         sample = self.starter.submit("", ids, SamplingParams(n_tokens, temperature=0.0))
@@ -148,7 +123,8 @@ class Ring:
                 on_token()
 
         sample.take = taken
-        return sample
+        self.starter.read()
+        return list(sample.token_ids)
 
     def restored(self, n_tokens: int) -> list[int]:
         return self.generate(PROMPT, n_tokens, self._perhaps_fail)
@@ -166,11 +142,11 @@ class Ring:
     def _perhaps_fail(self) -> None:
         """A stage fails now, perhaps: one that rows of the next token would be sent to."""
         for i in range(len(self._nodes)):
-            if self._random.random() < self._rate and self.fail(i):
+            if self._random.random() < self._rate and self._fail(i):
                 self.n_failures += 1
                 return
 
-    def fail(self, i: int) -> bool:
+    def _fail(self, i: int) -> bool:
         """Secondary `i` drops its caches and connections; False if it has none now."""
         from mdi.errors import Code
         from mdi.net.hello import Fault
@@ -184,7 +160,7 @@ class Ring:
 
 def per_token(rate: float) -> float:
     """The probability that a stage fails while a token goes round."""
-    return 1 - (1 - rate) ** (N_NODES - 1)
+    return 1 - (1 - rate) ** N_STAGES
 
 
 def n_restarts(rate: float, n_tokens: int) -> float:
@@ -200,9 +176,8 @@ def measure(args: argparse.Namespace, rates: list[float]) -> tuple[list[Row], fl
     without_s = 0.0
     with contextlib.ExitStack() as stack:
         nodes = secondaries(args.ckpt, stack)
-        places = entries(nodes, stack, args.delay_ms / 1e3)
         for way, replay_bytes in RESTORED.items():
-            ring = Ring(nodes, args, replay_bytes, places)
+            ring = Ring(nodes, args, replay_bytes)
             try:
                 expected = expected or ring.generate(PROMPT, args.tokens)
                 ring.generate(PROMPT, min(32, args.tokens))  # warm
@@ -272,12 +247,8 @@ def summary(rows: list[Row], without_s: float, rates: list[float], n_tokens: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", type=Path, default=ROOT / "assets" / "nano-llama", help="(%(default)s)")
-    parser.add_argument("--quantize", help="what blocks and head are held in")
     parser.add_argument("--tokens", type=int, default=128, help="(%(default)s)")
-    parser.add_argument(
-        "--delay-ms", type=float, default=0.0, help="of each link to a secondary, one way (%(default)g)"
-    )
-    parser.add_argument("--rates", default="0,1e-4,1e-3,1e-2", help="(%(default)s)")
+    parser.add_argument("--rates", default="0,1e-4,1e-3,1e-2,5e-2", help="(%(default)s)")
     parser.add_argument("--repeat", type=int, default=3, help="texts of each way and rate (%(default)s)")
     parser.add_argument("--limit", type=float, default=10.0, help="texts that restarts may cost (%(default)g)")
     parser.add_argument("--seed", type=int, default=1, help="of the failures (%(default)s)")
@@ -296,13 +267,7 @@ def main() -> None:
     plain = [row.seconds / args.tokens for row in rows if not row.rate]
     print(f"without failures: {1e3 * statistics.median(plain):.2f} ms per token; all texts the same: "
           f"{all(row.is_same for row in rows)}")  # fmt: skip
-    settings = {
-        "model": args.ckpt.name,
-        "delay_ms": args.delay_ms,
-        "quantize": args.quantize,
-        "tokens": args.tokens,
-        "seed": args.seed,
-    }
+    settings = {"model": args.ckpt.name, "tokens": args.tokens, "seed": args.seed}
     save(args.json, {**settings, "no_cache_s": without_s, "lines": lines, "texts": [asdict(row) for row in rows]})
 
 

@@ -34,22 +34,28 @@ class SlowHosts(Hosts):
     """
 
     def __init__(self, n_hosts: int, delay_s: float, *mbit: float) -> None:
-        self._switch: subprocess.Popen[bytes] | None = None
+        self._switch: subprocess.Popen[str] | None = None
         super().__init__(n_hosts, IFF_NO_PI | IFF_VNET_HDR)
+        self._folder = tempfile.TemporaryDirectory()
         try:
             for tap in self.taps:
                 fcntl.ioctl(tap, TUNSETOFFLOAD, CHECKSUM | TSO4)
-            with tempfile.TemporaryDirectory() as folder:
-                program = f"{folder}/slow_switch"
-                compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
-                subprocess.run([compiler, "-O2", "-std=c++17", str(SOURCE), "-o", program], check=True)
-                numbers = [f"{1e6 * delay_s:.0f}", ",".join(f"{rate:g}" for rate in mbit or (0,)), *map(str, self.taps)]
-                self._switch = subprocess.Popen(
-                    [program, *numbers], pass_fds=self.taps, stdin=subprocess.PIPE, text=True
-                )
+            compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
+            subprocess.run([compiler, "-O2", "-std=c++17", str(SOURCE), "-o", self._program], check=True)
+            self.join(delay_s, *mbit)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _program(self) -> str:
+        return f"{self._folder.name}/slow_switch"
+
+    def join(self, delay_s: float, *mbit: float) -> None:
+        """A switch with these numbers, in the place of one that is there; what is under way then is lost, and sent again."""
+        self._end_switch()
+        numbers = [f"{1e6 * delay_s:.0f}", ",".join(f"{rate:g}" for rate in mbit or (0,)), *map(str, self.taps)]
+        self._switch = subprocess.Popen([self._program, *numbers], pass_fds=self.taps, stdin=subprocess.PIPE, text=True)
 
     def slow(self, a: int, b: int, more_s: float) -> None:
         """From now on the link between two hosts takes so much longer, in both directions."""
@@ -66,8 +72,12 @@ class SlowHosts(Hosts):
         finally:
             os.close(fd)
 
-    def close(self) -> None:
+    def _end_switch(self) -> None:
         if self._switch is not None:
             self._switch.kill()
             self._switch.communicate()
+
+    def close(self) -> None:
+        self._end_switch()
+        self._folder.cleanup()
         super().close()

@@ -13,12 +13,11 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import finetune_speed as speed_of_finetuning
 import on_path  # noqa: F401
+import petals as petals_grid
 from records import RESULTS, ROOT
 from side_by_side.tables import fill, markdown
 
@@ -26,12 +25,27 @@ Result = Mapping[str, Any]
 
 UNMEASURED = "It was not measured yet."
 
-WAYS = {"replay": "`replay`", "tokens": "`tokens`", "restart": "begun again", "no cache": "no cache"}
+WAYS = {"restart": "begun again", "no cache": "no cache", "replay": "`replay`", "tokens": "`tokens`"}
+PETALS_TABLE_1 = {  # of Borzunov et al. 2023: steps/s where p = 0, 1e-4, 1e-3, 1e-2; None: over an hour
+    128: {"restart": (17.1, 16.7, 12, 0.18), "no cache": (3.44,) * 4, "replay": (11.4, 11.4, 10.6, 3.38)},
+    1024: {"restart": (15.5, 11.8, 0.48, None), "no cache": (0.89,) * 4, "replay": (10.7, 10.7, 7.76, 2.17)},
+}
 SUMS = ("star", "exchange", "ring", "tree")
 SHOWN_DELAYS_MS = (0.2, 1)
 SHOWN_LINKS_MS, SHOWN_P = (0, 10), (0.5, 0.8, 0.9)  # of tokens that are guessed
 
 PAGES = (ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "seeds.md")
+# Right answers of three tasks in the mean, of BLOOM and OPT, and tokens/s of BLOOM, by bits of weights.
+PETALS_TABLES_4_AND_5 = {
+    "16": (("70.1%", "75.3%"), (4.18, 31.3, 100.6)), "8": (("70.3%", "74.9%"), (3.95, 29.4, 95.8)),
+}  # fmt: skip
+
+# Table 6, tokens/s forward and backward by (batch size, prompt length); what the paper calls prefixes are our deep prompts.
+PETALS_TABLE_6: dict[str, dict[tuple[int, int], tuple[float, float]] | None] = {
+    "prompt": {(8, 16): (195.6, 57.4), (8, 4): (213.2, 60.8), (32, 16): (272.6, 82.8), (32, 4): (293.1, 84.7)},
+    "deep-prompt": {(8, 16): (111.0, 42.0), (8, 4): (178.7, 57.8), (32, 16): (164.1, 64.4), (32, 4): (255.8, 84.8)},
+    "prefix": None,
+}
 
 
 def load(name: str) -> Any:
@@ -79,23 +93,82 @@ def quality() -> str:
 
 
 def recovery_rates() -> str:
-    results = {128: load("recovery_rates"), 1020: load("recovery_rates_1020")}
-    rates, rows = (1e-4, 1e-3, 1e-2), []
-    for n_tokens, result in results.items():
+    """Steps/s by rates of failures, the paper's and ours, each with its share of those that begin again and never fail."""
+    rows, rates = [], (0.0, 1e-4, 1e-3, 1e-2, 5e-2)
+    for n_tokens, of_paper in PETALS_TABLE_1.items():
+        result = load("recovery_rates" if n_tokens == 128 else "recovery_rates_1020")
+        first, of_first = _steps(result, "restart")[0.0][0], of_paper["restart"][0]
         for way, said in WAYS.items():
-            lines = {line["rate"]: line for line in result["lines"] if line["way"] == way}
-            cost_s = lines[rates[0]]["s_per_failure"]
-            rows.append([
-                f"{n_tokens:,} tokens, {said}", *(_left(lines[rate]) for rate in rates),
-                "" if cost_s is None else f"{cost_s * 1e3:.0f} ms",
-            ])  # fmt: skip
-    table = markdown(["p", *(f"{rate:.0e}".replace("e-0", "e-") for rate in rates), "a failure costs"], rows)
-    return measured(results[128], table)
+            own = _steps(result, way)
+            theirs = [f"{x:g} ({x / of_first:.2g})" if x else "-" for x in of_paper.get(way, (None,) * 4)]
+            ours = [_step(*own[rate], first) for rate in rates]
+            cost_s = next(line["s_per_failure"] for line in result["lines"] if line["way"] == way)
+            cells = [f"{a}; {b}" for a, b in zip([*theirs, "-"], ours, strict=True)]
+            rows.append([f"{n_tokens:,}", said, *cells, "" if cost_s is None else f"{cost_s * 1e3:.0f} ms"])
+    head = ["tokens", "", *(f"p = {rate:g}" for rate in rates), "a failure costs here"]
+    return measured(load("recovery_rates"), markdown(head, rows))
 
 
-def _left(line: Result) -> str:
-    computed = f"({line['computed']:.2g})"
-    return computed if line["left"] is None else f"{line['left']:.2f} {computed}, {line['failures']}"
+def _steps(result: Result, way: str) -> dict[float, tuple[float, bool]]:
+    """Steps/s of a way by rates of failures, and whether they were measured."""
+    own = [text["seconds"] for text in result["texts"] if text["way"] == way and not text["rate"]]
+    plain = own or [text["seconds"] for text in result["texts"] if not text["rate"]]
+    base = result["tokens"] / statistics.mean(plain)
+    lines = [line for line in result["lines"] if line["way"] == way]
+    return {line["rate"]: (base * (line["left"] or line["computed"]), line["left"] is not None) for line in lines}
+
+
+def _step(rate: float, is_measured: bool, first: float) -> str:
+    number = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+    return f"{number} ({rate / first:.2g})" if is_measured else f"*{number} ({rate / first:.2g})*"
+
+
+def petals() -> str:
+    """The paper's table 3 and ours, each with its share of the first line of the same number of nodes."""
+    result, rows, first = load("petals"), [], {}
+    of_grid = [f"steps {n}" for n in petals_grid.CONTEXTS] + [f"forward {n}" for n in petals_grid.BATCHES]
+    for case, theirs in petals_grid.PAPER.items():
+        found = result["cells"].get(case.name, {})
+        ours = [statistics.mean(found[name]) if name in found else None for name in of_grid]
+        base = first.setdefault(case.nodes, (theirs, ours))
+        cells = [
+            "; ".join(
+                "-" if x is None or of is None else f"{x:.{2 if x < 10 else 1 if x < 100 else 0}f} ({x / of:.2f})"
+                for x, of in zip(pair, firsts, strict=True)
+            )
+            for pair, firsts in zip(zip(theirs, ours, strict=True), zip(*base, strict=True), strict=True)
+        ]
+        link = f"{'1 Gbit/s' if case.mbit == 1000 else f'{case.mbit} Mbit/s'}, {case.rtt_ms} ms"
+        rows.append([str(case.nodes), str(case.clients), link, *cells])
+    said = ["steps/s, 128 tokens: Petals; here", "2,048 tokens", "tokens/s, 1 x 128", "64 x 128"]
+    return measured(result, markdown(["nodes", "clients", "links", *said], rows))
+
+
+def petals_bits() -> str:
+    """Tables 4 and 5 of the paper, and ours."""
+    result, learned, rows = load("petals_bits"), {case["task"]: case for case in load("finetune_quality")["cases"]}, []
+    rates = {
+        form: [statistics.median(found[n]) for n in ("1", "8", "32")] for form, found in result["tokens_s"].items()
+    }
+    for form, bits in (("bf16", "16"), ("int8", "8")):
+        own = [
+            next(line["right"] for line in learned[task]["after"] if (line["format"], line["texts"]) == (form, 1))
+            for task in ("tone", "reports")
+        ]
+        right, theirs = PETALS_TABLES_4_AND_5[bits]
+        cells = [f"{share:.1%}" for share in (*own, result["accuracy"][form]["right"])]
+        rows.append([bits, *right, *cells, _rates(theirs), _rates(rates[form])])
+    both = [[of_8 / of_16 for of_8, of_16 in zip(*pair, strict=True)] for pair in (
+        [PETALS_TABLES_4_AND_5[bits][1] for bits in ("8", "16")], [rates["int8"], rates["bf16"]]
+    )]  # fmt: skip
+    rows.append(["8 over 16", *[""] * 5, *(", ".join(f"{share:.2f}" for share in shares) for shares in both)])
+    head = ["bits", "right: BLOOM-176B", "OPT-175B", "here: tone", "reports", "SmolLM2 135M, next token",
+            "tokens/s of 1, 8, 32 texts: BLOOM-176B", "here: SmolLM2"]  # fmt: skip
+    return markdown(head, rows)
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:.3g}" for rate in rates)
 
 
 def tensor_sums() -> str:
@@ -105,11 +178,13 @@ def tensor_sums() -> str:
         if one["bytes"] == 8192 and one["algorithm"] in SUMS and one["delay_ms"] in SHOWN_DELAYS_MS:
             found.setdefault((one["nodes"], one["delay_ms"]), {})[one["algorithm"]] = one["mean_us"] / 1e3
     rows = []
-    for (nodes, delay), times in sorted(found.items()):
-        best = min(times.values())
-        cells = [f"**{times[name]:.2f}**" if times[name] == best else f"{times[name]:.2f}" for name in SUMS]
-        rows.append([str(nodes), f"{delay:g} ms", *cells])
-    return measured(result, markdown(["nodes", "delay", *SUMS], rows))
+    for nodes in sorted({nodes for nodes, _ in found}):
+        times = [found[nodes, delay] for delay in SHOWN_DELAYS_MS]
+        shown = [
+            [f"**{t[name]:.2f}**" if t[name] == min(t.values()) else f"{t[name]:.2f}" for t in times] for name in SUMS
+        ]
+        rows.append([str(nodes), *("; ".join(cells) for cells in shown)])
+    return measured(result, markdown(["nodes", *SUMS], rows))
 
 
 def tensor_speed() -> str:
@@ -226,11 +301,28 @@ def serving() -> str:
     return measured(result, markdown(["command", "what", "measured"], rows))
 
 
-def finetuning(what: str) -> str:
-    """One of the three tables of finetune_speed.py."""
-    way = speed_of_finetuning.WAYS[what]
-    result = load(way.file)
-    return measured(result, way.table(result["lines"]))
+def finetuning_beside_petals() -> str:
+    """The paper's table 6 and ours: forward and backward, each with its share of the first of the paper's column or ours."""
+    result = load("finetune_speed")
+    own = {
+        (one["method"], one["texts"], one["rows"]): (one["forward_classes_tokens_s"], one["backward_classes_tokens_s"])
+        for one in result["lines"]
+        if one["nodes"] == 3
+    }
+    rows = []
+    for case in ((8, 16), (8, 4), (32, 16), (32, 4)):
+        cells = []
+        for method, of_paper in PETALS_TABLE_6.items():
+            ours = {one: own.get((method, *one)) for one in ((8, 16), case)}
+            pairs = [(rates[case], rates[8, 16]) for rates in (of_paper, ours) if rates is not None]
+            cells.append("; ".join("-" if None in pair else _of_first(*pair) for pair in pairs))
+        rows.append([*map(str, case), *cells])
+    heads = [f"`{name}`: " + ("here" if theirs is None else "Petals; here") for name, theirs in PETALS_TABLE_6.items()]
+    return markdown(["batch size", "prompt length", *heads], rows)
+
+
+def _of_first(rates: Sequence[float], first: Sequence[float]) -> str:
+    return ", ".join(f"{x:.{0 if x >= 100 else 1}f} ({x / of:.2f})" for x, of in zip(rates, first, strict=True))
 
 
 def speculation() -> str:
@@ -342,7 +434,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving": serving,
     "quality": quality,
     "recovery-rates": recovery_rates,
-    "finetune-speed": partial(finetuning, "passes"),
+    "petals": petals,
+    "petals-bits": petals_bits,
+    "finetune-speed": finetuning_beside_petals,
     "speculation": speculation,
     "speculation-sources": lambda: guesses("speculation_sources"),
     "speculation-never": lambda: guesses("speculation_never"),
