@@ -21,6 +21,7 @@ from mdi.run.policy import (
     Answered,
     End,
     Form,
+    Lost,
     NotFormed,
     Policy,
     Roll,
@@ -153,6 +154,20 @@ def test_a_better_ring_that_cannot_be_prepared_is_tried_again_only_if_a_node_was
             policy.refuse(form, error, failed, 100.0)
         assert (policy.refused is form) == is_refused == policy.may_use("x", 100.0), error
         assert policy.may_use("x", 106.0)
+
+
+def test_who_is_asked_after_a_loss_and_who_was_started_again_meanwhile() -> None:
+    def policy() -> Policy:
+        found = Policy(RING, [], no_cut, 6.0)
+        found.formed(RING, {"a": "a-1", "b": "b-1"}, 0.0)
+        return found
+
+    found = policy().next(Lost(NodeLostError("a", "it failed", Code.FAILED)), 1.0)
+    assert isinstance(found, Form) and (found.stages, found.fresh) == (RING, {"a"}), "who tells of a failure lives"
+    assert policy().next(Lost(NodeLostError("a", "silence")), 1.0) == Wait(1.0, frozenset("a"))
+    again = policy()
+    again.next(Lost(RingError("a connection broke")), 1.0)
+    assert again.formed(RING, {"a": "a-1", "b": "b-2"}, 3.0) == ({"b": RING[2]}, 2.0)
 
 
 # Answers
