@@ -335,7 +335,7 @@ def answered(folder: Path, written: str, reason: str, **body: Any) -> tuple[dict
     model = model_of(folder)
     sent: list[bytes] = []
 
-    async def push(data: bytes) -> None:
+    async def push(data: bytes, is_followed: bool) -> None:
         sent.append(data)
 
     async def end(data: bytes) -> None: ...
@@ -357,7 +357,8 @@ def answered(folder: Path, written: str, reason: str, **body: Any) -> tuple[dict
             model.template.close()
 
     asyncio.run(both())
-    return answers[0]["choices"][0], [json.loads(data[6:])["choices"][0] for data in sent]
+    events = [event for event in b"".join(sent).split(b"\n\n") if event]
+    return answers[0]["choices"][0], [json.loads(event[6:])["choices"][0] for event in events]
 
 
 def test_the_server_says_reasoning_and_calls_beside_the_text(tmp_path: Path) -> None:
