@@ -3,11 +3,11 @@
 
     benchmarks/whole_experts.py [--nodes 2 4 8] [--rows 1 16 64] [--alike 0 0.5] [--tokens 1024] [--json FILE]
 
-The kernels compute the experts of one block, 128 of which a row chooses 8 by a router of random weights, for rows of chance. The
-rows of a frame have --alike of their variance in common: with 0 no model's router chooses more evenly. --tokens come in frames of
---rows, a prompt's as in a run 64. Of a frame, a node with whole experts computes the rows that chose one of its own, and the sum
-waits for the fullest node; with columns all nodes compute the same. Times are those of the processor, of one thread, so that
-other programs change them little.
+The kernels compute the experts of one block, 128 of which a row chooses 8 by a router of random weights, for rows of chance.
+The rows of a frame have --alike of their variance in common: with 0 no model's router chooses more evenly. --tokens come in
+frames of --rows (of a prompt 64). A node with whole experts computes the rows that chose one of its own, and the sum waits for
+the fullest node; with columns all nodes compute the same. Times are those of the processor, of one thread, so that other
+programs change them little.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def main() -> None:
             rows.append({"rows": n_rows, "alike": alike, "nodes": n_nodes,
                          "fullest_s": fullest_s, "even_s": even_s, "columns_s": columns_s})  # fmt: skip
             print(
-                f"{n_rows:3} rows, {alike:.1f} alike, {n_nodes} nodes: fullest {1e3 * fullest_s:7.3f}, {fullest_s / even_s:.2f} of the "
-                f"mean node; columns {1e3 * columns_s:7.3f}: {fullest_s / columns_s:.2f} times",
+                f"{n_rows:3} rows, {alike:.1f} alike, {n_nodes} nodes: fullest {1e3 * fullest_s:7.3f}, "
+                f"{fullest_s / even_s:.2f} of the mean node; columns {1e3 * columns_s:7.3f}: {fullest_s / columns_s:.2f} times",
                 flush=True,
             )
     save(args.json, {"experts": N_EXPERTS, "used": N_USED, "tokens": args.tokens, "rows": rows})
