@@ -177,10 +177,13 @@ def window_memory() -> str:
         before = zip(found["paper_without_gib"], found["without_gib"], strict=True)
         window = zip(found["paper_window_gib"], found["window_gib"], strict=True)
         ends = [f"{theirs:g}, {ours:.1f}" for theirs, ours in before]
-        rows.append([model, f"{ends[0]}; {ends[-1]}", *(f"{theirs:g}, {ours:.2f}" for theirs, ours in window)])
+        times = zip(found["paper_s"], found["predicted_s"], strict=True)
+        rows.append([model, f"{ends[0]}; {ends[-1]}", *(f"{theirs:g}, {ours:.2f}" for theirs, ours in window),
+                     *(f"{theirs:g} s; {ours:.1f} s predicted" for theirs, ours in times)])  # fmt: skip
     n_nodes = result["nodes"]
     head = ["model", f"without a window: theirs, ours (N = {n_nodes[0]}; {n_nodes[-1]})"]
-    return markdown([*head, *(f"window: theirs, ours (N = {n})" for n in n_nodes)], rows)
+    times = [f"{what}: theirs; ours (N = {n_nodes[-1]})" for what in ("first token", "a token")]
+    return markdown([*head, *(f"window: theirs, ours (N = {n})" for n in n_nodes), *times], rows)
 
 
 def serving() -> str:
