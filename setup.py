@@ -1,7 +1,7 @@
 """Compiles the kernels and writes the demo's model for `pip install` and for wheels; all else stands in pyproject.toml.
 
-No C++ compiler is no failure: the installed package then compiles them at first use, or does without. CXX may be a cross
-compiler; `make wheels` (.ci/wheels) uses that, and names what comes out after the systems that can load it.
+No C++ compiler is no failure: the installed package then says why, and compiles them at first use, or does without. CXX may
+be a cross compiler; `make wheels` (.ci/wheels) uses that, and names what comes out after the systems that can load it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ class BuildKernels(build_ext):
         output.parent.mkdir(parents=True, exist_ok=True)
         for old in output.parent.glob(library.ANY_NAME):  # of other sources, or for another machine
             old.unlink()
+        note = output.with_name(library.NOTE)
+        note.unlink(missing_ok=True)
         try:
             build.compile_library(build.find_compiler(), output, build.CSRC)
-        except KernelError as e:
+        except KernelError as e:  # pip shows nothing of it: the first use does
+            note.write_text(str(e), encoding="utf-8")
             raise CompileError(str(e)) from e
 
 

@@ -4,8 +4,8 @@
     benchmarks/draw_figures.py [--out DIR] [--format svg|png]
 
 The two timelines are simulated, not measured: every stage takes one unit of time, a hop a fraction of one. The cut in the
-layer figure is the one that the program makes for a model of TinyLlama's shape. Sums by delay are what tensor_sums.py measured;
-a day of a swarm is what swarm.py simulated.
+layer figure is the one that the program makes for a model of TinyLlama's shape. Other figures are drawn from files in
+benchmarks/results; values of papers' tables are points beside our lines.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def queues() -> Any:
 
 def sums_by_delay() -> Any:
     """A line for each way to sum, an axis for each number of nodes."""
-    measured = json.loads((ROOT / "benchmarks" / "results" / "tensor_sums.json").read_text(encoding="utf-8"))["sums"]
+    measured = _result("tensor_sums")["sums"]
     counts = sorted({one["nodes"] for one in measured})
     colors = dict(zip(("star", "exchange", "ring", "tree"), (INK, *SAMPLES[1:], WIRE), strict=True))
     figure, axes = plt.subplots(1, len(counts), figsize=(11, 3.4), layout="constrained", sharey=True)
@@ -263,18 +263,100 @@ def sums_by_delay() -> Any:
 
 def swarm_day() -> Any:
     """Tokens per second over a day, a line for each rule."""
-    curves = json.loads((ROOT / "benchmarks" / "results" / "swarm.json").read_text(encoding="utf-8"))["curves"]
+    curves = _result("swarm")["curves"]
     shown = {"bound": (INK, "--"), "full, p = 1%": (WIRE, "-"), "full, p = 20%": (SAMPLES[2], "-"),
              "new servers only": (SAMPLES[1], "-"), "random": (FAINT, "-")}  # fmt: skip
     figure, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
     for name, (color, style) in shown.items():
         hours = [24 * i / len(curves[name]) for i in range(len(curves[name]))]
-        ax.plot(hours, curves[name], color=color, ls=style, lw=1.3, label=name)
+        ax.plot(hours, curves[name], color=color, ls=style, lw=1.3, label=name, clip_on=False)  # a line at zero, too
     ax.set(xlabel="hour", ylabel="tokens/s of the slowest block", xlim=(0, 24), ylim=(0, None), xticks=range(0, 25, 4))
     ax.grid(color="#dddddd", lw=0.6)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, fontsize=9, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return figure
+
+
+# Papers' tables
+
+# Petals' table 1: steps/s of BLOOM 7.1B at failure rates of 0 and of those here, by algorithm and tokens.
+PETALS_RATES = (1e-4, 1e-3, 1e-2)
+PETALS_STEPS = {
+    ("replay", 128): (11.4, 11.4, 10.6, 3.38), ("restart", 128): (17.1, 16.7, 12, 0.18),
+    ("replay", 1024): (10.7, 10.7, 7.76, 2.17), ("restart", 1024): (15.5, 11.8, 0.48, None),
+}  # fmt: skip
+TOKENS = {128: "128", 1024: "1,020"}  # of our runs beside these
+
+
+def beside_papers() -> Any:
+    """Tables of three papers: memory by nodes, speed by failures, what a placement gains by clients."""
+    figure, (memory, failures, clients) = plt.subplots(1, 3, figsize=(12.4, 4.6), layout="constrained")
+    _memory_by_nodes(memory)
+    _speed_by_failures(failures)
+    _gain_by_clients(clients)
+    for ax in (memory, failures, clients):
+        ax.grid(which="major", color="#dddddd", lw=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+    return figure
+
+
+def _result(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _memory_by_nodes(ax: Any) -> None:
+    result = _result("window_memory")
+    ways = {
+        "without": ("no window", INK, "o"),
+        "window_4": ("W = 4", SAMPLES[0], "s"),
+        "window_2": ("W = 2", CONTROL, "x"),
+    }
+    for way, (label, color, marker) in ways.items():
+        both = result["models"]["Llama 2-70B"][way]
+        ax.plot(result["nodes"], both["ours"], color=color, lw=1.5, label=label)
+        ax.plot(result["nodes"], both["paper"], color=color, ls="", marker=marker, markersize=6, label="theirs")
+    ax.set(yscale="log", xlabel="nodes", ylabel="GiB of the fullest node", xticks=result["nodes"])
+    ax.set_title("Llama 2-70B in float32; points: TPI-LLM,\ntables 2 and 6 (the process; ours: weights)", fontsize=10)
+
+
+def _speed_by_failures(ax: Any) -> None:
+    files = {128: "recovery_rates", 1024: "recovery_rates_1020"}
+    for (way, n_tokens), steps in PETALS_STEPS.items():
+        color, style = {"replay": WIRE, "restart": CONTROL}[way], "-" if n_tokens == 128 else "--"
+        lines = [one for one in _result(files[n_tokens])["lines"] if one["way"] == way and one["rate"] > 0]
+        ours = sorted((one["rate"], one["computed"]) for one in lines)
+        said = {"replay": "replayed", "restart": "begun again"}[way]
+        ax.plot(*zip(*ours, strict=True), color=color, ls=style, lw=1.5, label=f"{said}, {TOKENS[n_tokens]} tokens")
+        shares = [step and step / steps[0] for step in steps[1:]]
+        theirs = [(rate, share) for rate, share in zip(PETALS_RATES, shares, strict=True) if share is not None]
+        face = color if n_tokens == 128 else "white"
+        ax.plot(*zip(*theirs, strict=True), color=color, ls="", marker="o", markersize=5, markerfacecolor=face)
+    ax.set(xscale="log", ylim=(0, 1.04), xlabel="failures of a message", ylabel="of the speed without failures")
+    ax.set_title("Nodes that fail; points: Petals, table 1\n(hollow: 1,024 tokens)", fontsize=10)
+
+
+def _gain_by_clients(ax: Any) -> None:
+    from llamps import TABLE
+
+    counts = (1, 2, 4)
+    measured = {(one["method"], one["clients"]): one["tokens_s"] for one in _result("placement_clients")["against"]}
+    for method, name, color in (("opa", "OPA", SAMPLES[0]), ("throughput", "ours", INK)):
+        gains = [measured[method, n] / measured["gma", n] for n in counts]
+        ax.plot(counts, gains, color=color, lw=1.5, label=f"{name}, measured")
+    for i, n_servers in enumerate((1, 2, 3)):
+        rows = [row for row in TABLE if len(row.counts) == n_servers]
+        points = [
+            (n * (0.96, 1, 1.04)[i], a / b)
+            for row in rows
+            for n, a, b in zip(counts, row.gma_s, row.opa_s, strict=True)
+        ]
+        label = f"paper, {n_servers} server{'s' * (n_servers > 1)}"
+        ax.plot(*zip(*points, strict=True), color=SAMPLES[i], ls="", marker="o", markersize=4, label=label)
+    ax.set(xscale="log", xlim=(0.85, 4.7), xlabel="clients of 16 texts", ylabel="times as fast as GMA", ylim=(0, None))
+    ax.set_xticks(counts, map(str, counts))
+    ax.minorticks_off()
+    ax.set_title("Placement; points: OPA over GMA\nin LLaMPS' table 3, twelve clusters", fontsize=10)
 
 
 FIGURES = {
@@ -284,6 +366,7 @@ FIGURES = {
     "recurrent-pipelining-out-q": queues,
     "tensor-sums": sums_by_delay,
     "swarm-day": swarm_day,
+    "beside-papers": beside_papers,
 }
 
 

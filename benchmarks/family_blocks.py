@@ -26,24 +26,20 @@ from typing import Any
 import numpy as np
 
 import on_path  # noqa: F401
-from mdi.model.plain import spec_of
+from mdi.checkpoint.hfconfig import derive_config
+from mdi.checkpoint.packing import Packing, PartWeights
+from mdi.checkpoint.parts import part_of
+from mdi.checkpoint.shapes import full_config, model_shapes
+from mdi.kernels.slices import Slice
+from mdi.kernels.weight_formats import LAYOUTS, weight_format
+from mdi.model.plain import ModelConfig, spec_of
+from mdi.model.spec import DeltaNet
+from mdi.placement.kernel_bench import random_weights
+from mdi.stages.kernel_stage import KernelStage, Resident
+from peers.protocol import Case
+from peers.read_test import ReadTest
+from real_configs import OWN
 from records import add_json_flag, save
-
-ROOT = Path(__file__).resolve().parents[1]
-
-from mdi.checkpoint.hfconfig import derive_config  # noqa: E402
-from mdi.checkpoint.packing import Packing, PartWeights  # noqa: E402
-from mdi.checkpoint.parts import part_of  # noqa: E402
-from mdi.checkpoint.shapes import full_config, model_shapes  # noqa: E402
-from mdi.kernels.slices import Slice  # noqa: E402
-from mdi.kernels.weight_formats import LAYOUTS, weight_format  # noqa: E402
-from mdi.model.plain import ModelConfig  # noqa: E402
-from mdi.model.spec import DeltaNet  # noqa: E402
-from mdi.placement.kernel_bench import random_weights  # noqa: E402
-from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
-from peers.protocol import Case  # noqa: E402
-from peers.read_test import ReadTest  # noqa: E402
-from real_configs import OWN  # noqa: E402
 
 _QWEN_3_5: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text", "num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 16,

@@ -7,46 +7,14 @@ from pathlib import Path
 
 Rows = list[dict[str, str]]
 
-PRAISE = [
-    "noble",
-    "gentle",
-    "sweet",
-    "gracious",
-    "honest",
-    "virtuous",
-    "worthy",
-    "fair",
-    "loving",
-    "happy",
-    "royal",
-    "blessed",
-]
-BLAME = [
-    "false",
-    "base",
-    "vile",
-    "foul",
-    "wicked",
-    "cruel",
-    "cursed",
-    "proud",
-    "bloody",
-    "villanous",
-    "envious",
-    "wretched",
-]
-NAMES = [
-    "KING RICHARD",
-    "GLOUCESTER",
-    "ROMEO",
-    "MENENIUS",
-    "PETRUCHIO",
-    "ISABELLA",
-    "WARWICK",
-    "NURSE",
-    "LEONTES",
-    "JULIET",
-]
+
+def _words(listed: str) -> list[str]:
+    return listed.split(", ")
+
+
+PRAISE = _words("noble, gentle, sweet, gracious, honest, virtuous, worthy, fair, loving, happy, royal, blessed")
+BLAME = _words("false, base, vile, foul, wicked, cruel, cursed, proud, bloody, villanous, envious, wretched")
+NAMES = _words("KING RICHARD, GLOUCESTER, ROMEO, MENENIUS, PETRUCHIO, ISABELLA, WARWICK, NURSE, LEONTES, JULIET")
 NOUNS = ["lord", "friend", "man", "prince", "brother", "lady", "father", "son", "heart", "tongue"]
 FRAMES = [
     "Thou art a {a} {n}, and {b} is thy name.", "O {a}, {b} {n}! what hast thou done?", "I know thee well: a {a} and {b} {n}.",

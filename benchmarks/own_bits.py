@@ -2,11 +2,12 @@
 """How fast a GGUF file runs at its own bits: its block types beside int4 and int8, beside llama.cpp, and on published files.
 
     own_bits.py --types                                           blocks of the 1.1 B shape, with random weights
+    own_bits.py --types --formats int8 int4 bf16 float32 --rows 1 16 64     with what MDI_KERNELS names
     own_bits.py --file Q4_K_M.gguf --peers-python PYTHON          a file, also by llama.cpp (LLAMA_CPP_LIB_PATH is its library)
     own_bits.py --published                                       the models that `make real` has fetched, beside int4
 
 All cases take turns in each round, and ratios are formed within a round. --types: the bytes read per second of one row, as a
-share of what one thread reads of memory, and billions of products per second of 64 rows. --file and --published: tokens per
+share of what one thread reads of memory, and billions of products per second of more rows. --file and --published: tokens per
 second, one thread, fp16 caches, flash attention; of published files also times the bytes of weights that a token reads.
 """
 
@@ -41,26 +42,30 @@ CASES = {"one text": Case(1, 16, 48), "sixteen texts": Case(16, 16, 24), "prompt
 Rounds = dict[str, list[float]]
 
 
-def of_types(n_rounds: int) -> Rounds:
-    """In each round: share of the read bandwidth of one row, billions of products per second of 64, and ratios of both."""
+def of_types(formats: list[str], rows: list[int], n_rounds: int) -> Rounds:
+    """In each round: share of the read bandwidth of one row, billions of products per second of more, and ratios of both."""
     reader, clock = ReadTest(), time.process_time
     reader.run(Case(0, 0, 0))
     config = replace(ModelConfig.from_litgpt(config_of("tiny-llama-1.1b")), block_size=LENGTH)
-    blocks = {form: Block(config, form, 1, clock) for form in dict.fromkeys([*BESIDE.values(), *BESIDE])}
+    blocks = {form: Block(config, form, 1, clock) for form in formats}
     found: Rounds = {}
     for i in range(n_rounds + 1):  # the first one warms up
         read_per_s = reader.bytes_per_s(clock)
-        one: dict[str, list[float]] = {form: [] for form in blocks}
-        for _ in range(ONE_ROW_TIMES):
+        rates: dict[str, float] = {"read GB/s": 1e-9 * read_per_s}
+        for n in rows:
+            times: dict[str, list[float]] = {form: [] for form in blocks}
+            for _ in range(ONE_ROW_TIMES if n == 1 else 1):
+                for form, block in blocks.items():
+                    times[form].append(block.seconds(n))
             for form, block in blocks.items():
-                one[form].append(block.seconds(1))
-        rates = {
-            f"{form} 1": blocks[form].row_bytes / statistics.median(times) / read_per_s for form, times in one.items()
-        }
-        rates |= {f"{form} {ROWS}": 1e-9 * ROWS * block.macs / block.seconds(ROWS) for form, block in blocks.items()}
-        for form, other in BESIDE.items():
-            rates |= {f"{form} / {other} {n}": rates[f"{form} {n}"] / rates[f"{other} {n}"] for n in (1, ROWS)}
-        for name, value in {"read GB/s": 1e-9 * read_per_s, **rates}.items():
+                seconds = statistics.median(times[form])
+                rates[f"{form} {n}"] = (
+                    block.row_bytes / seconds / read_per_s if n == 1 else 1e-9 * n * block.macs / seconds
+                )
+            for form, other in BESIDE.items():
+                if form in blocks and other in blocks:
+                    rates[f"{form} / {other} {n}"] = rates[f"{form} {n}"] / rates[f"{other} {n}"]
+        for name, value in rates.items():
             found.setdefault(name, []).extend([value] if i else [])
     return found
 
@@ -116,6 +121,8 @@ def token_bytes(file: Path, form: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", action="store_true")
+    parser.add_argument("--formats", nargs="+", default=[*dict.fromkeys(BESIDE.values()), *BESIDE], metavar="FORMAT")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, ROWS], metavar="N")
     parser.add_argument("--file", type=Path)
     parser.add_argument("--published", action="store_true")
     parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has llama-cpp-python")
@@ -123,7 +130,7 @@ def main() -> None:
     add_json_flag(parser, "own_bits")
     args = parser.parse_args()
     python = args.peers_python
-    found: dict[str, Rounds] = {"types": of_types(args.rounds)} if args.types else {}
+    found: dict[str, Rounds] = {"types": of_types(args.formats, args.rows, args.rounds)} if args.types else {}
     files = [(args.file, "llama.cpp", CASES)] if args.file else []
     if args.published:
         files += [(path_of(f"models/{name}.gguf"), "int4", {"one text": CASES["one text"]}) for name in MODELS]

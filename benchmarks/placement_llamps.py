@@ -24,15 +24,15 @@ def placed(row: Row, fit: Fit, method: str) -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(
-        "| model | servers (GB, cores) | GMA printed | GMA here | OPA printed | OPA here |\n|---|---|---|---|---|---|"
-    )
+    print("| model | servers (GB, cores) | GMA printed | GMA here | OPA printed | OPA here "
+          "| their s for 1, 2, 4 clients: GMA | OPA |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
     for row in TABLE:
         cells = [row.model.name, " ".join(f"({gb:g}, {n})" for gb, n in row.servers)]
         for method in ("gma", "opa"):
             printed = " ".join(f"{s}:{n}" for s, n in zip(getattr(row, method), row.counts, strict=True))
             ours = placed(row, FITS[row.model.name], method)
             cells += [printed, ours if ours == printed else f"**{ours}**"]
+        cells += [", ".join(f"{s:g}" for s in times) for times in (row.gma_s, row.opa_s)]
         print("| " + " | ".join(cells) + " |")
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the weight formats cost in quality: perplexity, agreement of the most probable token, error of one multiplication.
+"""What the weight formats cost in quality: perplexity, and agreement of the most probable token.
 
     benchmarks/quality.py --text tiny-shakespeare.txt
 
@@ -22,22 +22,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import on_path  # noqa: F401
+import on_path
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.safetensors_layout import TensorSpec
+from mdi.checkpoint.source import LitCheckpoint
+from mdi.checkpoint.torch_tensors import as_array
+from mdi.checkpoint.weights import WeightSource
+from mdi.kernels.weight_formats import LAYOUTS
 from mdi.model.plain import spec_of
-
-ROOT = Path(__file__).resolve().parents[1]
-
-from mdi.checkpoint.packing import Packing  # noqa: E402
-from mdi.checkpoint.safetensors_layout import TensorSpec  # noqa: E402
-from mdi.checkpoint.source import LitCheckpoint  # noqa: E402
-from mdi.checkpoint.torch_tensors import as_array  # noqa: E402
-from mdi.checkpoint.weights import WeightSource  # noqa: E402
-from mdi.kernels.layout import pack  # noqa: E402
-from mdi.kernels.weight_formats import LAYOUTS  # noqa: E402
-from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
-from mdi.stages.torch_packed import PackedLinear, kernel_context  # noqa: E402
-from mdi.text.texts import TextCodec  # noqa: E402
-from records import add_json_flag, save  # noqa: E402
+from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.text.texts import TextCodec
+from records import add_json_flag, save
 
 FACTOR, SHARE = 30.0, 0.002
 FORMATS = [name for name in LAYOUTS if name != "float32"]
@@ -114,26 +109,9 @@ def judge(stage: KernelStage, ids: Sequence[int]) -> tuple[float, torch.Tensor]:
     return total / found.numel(), found
 
 
-def matmul_errors(n_in: int = 2048, n_out: int = 5632) -> dict[str, dict[str, float]]:
-    """Relative error of one layer against float64, on plain activations and on ones with planted columns."""
-    generator = torch.Generator().manual_seed(3)
-    weight = torch.randn(n_out, n_in, generator=generator) * 0.02
-    rows = torch.randn(8, n_in, generator=generator)
-    columns = torch.randperm(n_in, generator=generator)[: round(SHARE * n_in)]
-    large = rows.index_copy(1, columns, rows[:, columns] * FACTOR)
-    errors: dict[str, dict[str, float]] = {}
-    for name in FORMATS:
-        layer = PackedLinear(pack(name, weight.numpy()), None, kernel_context())
-        errors[name] = {}
-        for kind, x in (("plain", rows), ("planted", large)):
-            exact = x.double() @ weight.double().T
-            errors[name][kind] = float((layer(x).double() - exact).norm() / exact.norm())
-    return errors
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ckpt", type=Path, default=ROOT / "assets" / "nano-llama")
+    parser.add_argument("--ckpt", type=Path, default=on_path.ROOT / "assets" / "nano-llama")
     parser.add_argument("--text", type=Path, required=True, help="its last tenth is what is measured on")
     parser.add_argument("--n-tokens", type=int, default=20_000, help="of the held-out text (default: 20000)")
     add_json_flag(parser, "quality")
@@ -142,7 +120,7 @@ def main() -> None:
     text = args.text.read_text(encoding="utf-8")
     ids = codec.encode(text[int(len(text) * 0.9) :])[: args.n_tokens]
     checkpoint = LitCheckpoint(args.ckpt)
-    results: dict[str, dict[str, dict[str, float]]] = {"model": {}, "matmul": matmul_errors()}
+    results: dict[str, dict[str, dict[str, float]]] = {"model": {}}
     print(f"{'model':<10}{'format':<8}{'perplexity':>11}{'change':>9}{'same token':>12}")
     for kind, source in (("as it is", ChangedSource(checkpoint, {})), ("planted", planted(checkpoint))):
         exact, best = judge(stage_of(source, "float32"), ids)
@@ -153,9 +131,6 @@ def main() -> None:
             same = float((found == best).float().mean())
             results["model"][f"{kind}/{name}"] = {"perplexity": math.exp(loss), "change": change, "same_token": same}
             print(f"{kind:<10}{name:<8}{math.exp(loss):>11.3f}{change:>+9.2%}{same:>12.1%}")
-    print(f"\n{'one multiplication, 2048 to 5632':<34}{'plain':>8}{'planted':>9}")
-    for name, errors in results["matmul"].items():
-        print(f"{name:<34}{errors['plain']:>8.4f}{errors['planted']:>9.4f}")
     save(args.json, {"n_tokens": len(ids), **results})
 
 

@@ -29,22 +29,20 @@ import yaml
 from litgpt.config import Config
 from litgpt.model import GPT
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
+import on_path
+from mdi.checkpoint.derived import PackedSource
+from mdi.checkpoint.gguf_export import export_gguf
+from mdi.checkpoint.ggufsource import GgufSource
+from mdi.checkpoint.mixtures import meant
+from mdi.checkpoint.packing import Packing, plain
+from mdi.checkpoint.source import LitCheckpoint
+from mdi.checkpoint.weights import WeightSource
+from mdi.stages.calibration import mean_squares
+from mdi.text.texts import TextCodec
+from quality import planted
+from records import add_json_flag, save
 
-from mdi.checkpoint.derived import PackedSource  # noqa: E402
-from mdi.checkpoint.gguf_export import export_gguf  # noqa: E402
-from mdi.checkpoint.ggufsource import GgufSource  # noqa: E402
-from mdi.checkpoint.mixtures import meant  # noqa: E402
-from mdi.checkpoint.packing import Packing, plain  # noqa: E402
-from mdi.checkpoint.source import LitCheckpoint  # noqa: E402
-from mdi.checkpoint.weights import WeightSource  # noqa: E402
-from mdi.stages.calibration import mean_squares  # noqa: E402
-from mdi.text.texts import TextCodec  # noqa: E402
-from quality import planted  # noqa: E402
-from records import add_json_flag, save  # noqa: E402
-
-TOKENIZER = ROOT / "assets" / "nano-llama"
+TOKENIZER = on_path.ROOT / "assets" / "nano-llama"
 LENGTH, BATCH = 64, 12
 N_TOKENS = 12_000  # that are measured, and as many for calibrating
 Q4_K_M = 15  # of llama.cpp's kinds of files

@@ -20,15 +20,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
-
-from mdi.checkpoint.ggufsource import GgufSource  # noqa: E402
-from mdi.checkpoint.mixtures import meant  # noqa: E402
-from mdi.checkpoint.parts import part_of  # noqa: E402
-from mdi.kernels.weight_formats import weight_format  # noqa: E402
-from real.published import MODELS, TEXT, path_of  # noqa: E402
-from records import add_json_flag, save, told  # noqa: E402
+import on_path
+from mdi.checkpoint.ggufsource import GgufSource
+from mdi.checkpoint.mixtures import meant
+from mdi.checkpoint.parts import part_of
+from mdi.kernels.weight_formats import weight_format
+from real.published import MODELS, TEXT, path_of
+from records import add_json_flag, save, told
 
 FORMATS = ("own", "float32", "bf16", "int8", "q6_k", "q4_k", "int4")
 N_TOKENS, N_CHARACTERS, WINDOW = 64, 16_000, 512
@@ -37,7 +35,7 @@ N_TOKENS, N_CHARACTERS, WINDOW = 64, 16_000, 512
 def asked(command: str, *arguments: str) -> dict[str, Any]:
     """What a command prints with --json."""
     argv = [sys.executable, "-c", "from mdi.cli import launch; import sys; sys.exit(launch(sys.argv[1], sys.argv[2:]))"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": str(on_path.ROOT / "src")}
     done = subprocess.run([*argv, command, *arguments, "--json"], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{command} {' '.join(arguments)}: {done.stderr.strip().splitlines()[-1]}")

@@ -6,13 +6,15 @@ import argparse
 import asyncio
 import contextlib
 import json
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,30 @@ async def complete(port: int, body: dict[str, Any]) -> Answer:
     if not answer.n_tokens and not answer.error:
         answer.error = "no whole answer"
     return answer
+
+
+def complete_cheaply(port: int, bodies: Sequence[dict[str, Any]]) -> tuple[list[int], float]:
+    """Streamed completions by one loop that takes bytes and reads of them nothing but the end: it shares cores with a server.
+
+    Returns:
+        tokens of each; processor seconds that this took.
+    """
+    begin_s = time.thread_time()
+    selector, ends = selectors.DefaultSelector(), [b""] * len(bodies)
+    for i, body in enumerate(bodies):
+        connection = socket.create_connection((HOST, port))
+        connection.sendall(request(body))
+        selector.register(connection, selectors.EVENT_READ, i)
+    while selector.get_map():
+        for key, _ in selector.select():
+            if data := key.fileobj.recv(1 << 16):  # type: ignore[union-attr]
+                ends[key.data] = (ends[key.data] + data)[-2048:]
+            else:
+                selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+    taken_s = time.thread_time() - begin_s
+    counts = [json.loads(end[end.index(b'"usage":') + 8 :].split(b"}\n\n")[0]) for end in ends]
+    return [one["completion_tokens"] for one in counts], taken_s
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ prompt    time between tokens of --n clients, alone, and while a prompt of --len
 peer      --n streaming clients of this server and of llama.cpp's (--llama-server, with --gguf, a thread for each core), taking
           turns --rounds times: tokens/s of all, first token. Prompts are --length random ids, others in each round.
 
-The client is asyncio on plain sockets, in this process. Nothing is asserted.
+The client is asyncio on plain sockets, in this process; that of `texts` takes bytes alone. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from records import add_json_flag, parsed, save, told
-from serve_client import HOST, SRC, Answer, answering, complete, p95, rss_bytes, serving
+from serve_client import HOST, SRC, Answer, answering, complete, complete_cheaply, p95, rss_bytes, serving
 
 
 def clients(args: argparse.Namespace) -> dict[str, Any]:
@@ -96,19 +96,22 @@ def texts(args: argparse.Namespace) -> dict[str, Any]:
         done = json.loads(subprocess.run(run, capture_output=True, check=True).stdout)
         return float(done["tokens_per_s"])
 
-    async def ask(port: int) -> float:
+    def ask(port: int) -> float:
         begin = time.perf_counter()
-        answers = await asyncio.gather(*(complete(port, {**body, "prompt": prompt}) for prompt in prompts))
-        return sum(a.n_tokens for a in answers) / (time.perf_counter() - begin)
+        counts, client_s = complete_cheaply(port, [{**body, "prompt": prompt} for prompt in prompts])
+        client_us.append(1e6 * client_s / sum(counts))
+        return sum(counts) / (time.perf_counter() - begin)
 
     rates: dict[str, list[float]] = {"command": [], "api": []}
+    client_us: list[float] = []  # of processor time, for each token
     for _ in range(args.rounds):
         rates["command"].append(command())
         with serving(args) as (port, _):
             asyncio.run(complete(port, {**body, "prompt": "Hello", "max_tokens": 2}))
-            rates["api"].append(asyncio.run(ask(port)))
+            rates["api"].append(ask(port))
         print(json.dumps(rates), flush=True)
-    return {"tokens_s": rates, "ratio": statistics.median(rates["api"]) / statistics.median(rates["command"])}
+    ratio = statistics.median(rates["api"]) / statistics.median(rates["command"])
+    return {"tokens_s": rates, "ratio": ratio, "client_us_per_token": client_us}
 
 
 def turns(args: argparse.Namespace) -> dict[str, Any]:

@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults")
 
 from lossy_network import IFF_NO_PI, Hosts
 
+GIGABIT = 0.0002, 940.0  # Gigabit Ethernet: delay one way in seconds, Mbit/s
+
 IFF_VNET_HDR, TUNSETOFFLOAD = 0x4000, 0x400454D0
 CHECKSUM, TSO4 = 1, 2  # offloads
 SOURCE = Path(__file__).with_name("slow_switch.cpp")
@@ -28,10 +30,10 @@ class SlowHosts(Hosts):
 
     Args:
         delay_s: one way.
-        mbit: that each host may send in a second; 0: as much as it can.
+        mbit: that each host may send in a second, or what each of them may; 0: as much as it can.
     """
 
-    def __init__(self, n_hosts: int, delay_s: float, mbit: float = 0.0) -> None:
+    def __init__(self, n_hosts: int, delay_s: float, *mbit: float) -> None:
         self._switch: subprocess.Popen[bytes] | None = None
         super().__init__(n_hosts, IFF_NO_PI | IFF_VNET_HDR)
         try:
@@ -41,7 +43,7 @@ class SlowHosts(Hosts):
                 program = f"{folder}/slow_switch"
                 compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
                 subprocess.run([compiler, "-O2", "-std=c++17", str(SOURCE), "-o", program], check=True)
-                numbers = [f"{1e6 * delay_s:.0f}", f"{mbit:g}", *map(str, self.taps)]
+                numbers = [f"{1e6 * delay_s:.0f}", ",".join(f"{rate:g}" for rate in mbit or (0,)), *map(str, self.taps)]
                 self._switch = subprocess.Popen(
                     [program, *numbers], pass_fds=self.taps, stdin=subprocess.PIPE, text=True
                 )

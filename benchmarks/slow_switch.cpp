@@ -1,7 +1,7 @@
 // A switch between hosts, in user space, for kernels without netem: what comes from one TAP device goes to another one after
 // a delay, at a rate.
 //
-//   slow_switch DELAY_US MBIT FD FD ...      MBIT of each host; 0: no limit
+//   slow_switch DELAY_US MBIT FD FD ...      MBIT of each host, or one for each host, as 510,320; 0: no limit
 //
 // A line "A B US" on stdin makes the link between two hosts slower by so many microseconds, in both directions, from then on.
 //
@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <ctime>
 #include <deque>
 #include <memory>
@@ -46,10 +47,15 @@ int main(int argc, char** argv) {
         return 2;
     }
     const int64_t delay_ns = static_cast<int64_t>(1000 * std::atof(argv[1]));
-    const double mbit = std::atof(argv[2]), ns_per_byte = mbit > 0 ? 8000 / mbit : 0;
+    std::vector<double> ns_per_byte;
+    for (const char* at = argv[2]; at != nullptr; at = std::strchr(at, ',') ? std::strchr(at, ',') + 1 : nullptr) {
+        const double mbit = std::atof(at);
+        ns_per_byte.push_back(mbit > 0 ? 8000 / mbit : 0);
+    }
     std::vector<pollfd> hosts;
     for (int i = 3; i < argc; ++i) hosts.push_back({std::atoi(argv[i]), POLLIN, 0});
     const size_t n_hosts = hosts.size();
+    ns_per_byte.resize(n_hosts, ns_per_byte.back());
     std::vector<std::deque<Packet>> queues(n_hosts * n_hosts);  // of what each host has sent to each other, oldest first
     std::vector<int64_t> more_ns(n_hosts * n_hosts, 0);  // of such a pair
     hosts.push_back({STDIN_FILENO, POLLIN, 0});
@@ -89,7 +95,7 @@ int main(int argc, char** argv) {
                 const ssize_t got = read(hosts[i].fd, buffer.data(), buffer.size());
                 if (got < static_cast<ssize_t>(kHeader + 14)) break;
                 const int64_t now = now_ns(), begin = free_at[i] > now ? free_at[i] : now;
-                free_at[i] = begin + static_cast<int64_t>((got - kHeader) * ns_per_byte);
+                free_at[i] = begin + static_cast<int64_t>((got - kHeader) * ns_per_byte[i]);
                 auto bytes = std::make_shared<std::vector<uint8_t>>(buffer.begin(), buffer.begin() + got);
                 const bool is_for_all = buffer[kHeader] & 1;
                 for (size_t k = 0; k < n_hosts; ++k) {

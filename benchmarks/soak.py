@@ -4,7 +4,7 @@
     benchmarks/soak.py --minutes 60 --kill-every 300 [--ckpt DIR] [--nodes N] [--seed S] [--log FILE] [-- FLAGS OF serve.py]
 
 All APIs are asked, streamed and not. Every completion that is finished is compared with what one node alone gives, in this
-process, before the server starts; answers of the other APIs with the first one to the same question. Once a minute the
+process, before the server starts; answers of the other APIs with the first one to the same question. Twice a minute the
 clients pause; when nothing runs any more, memory, threads, sockets and files of the server's processes are counted. Nothing is
 asserted: the summary says what was lost, wrong, or grew.
 """
@@ -18,6 +18,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import time
 import urllib.request
@@ -42,7 +43,7 @@ PROMPTS = (
     "And then",
 )
 FORMAT = "float32"  # in which one node alone gives the same tokens
-PAUSE_S = 60.0  # between two counts
+PAUSE_S = 30.0  # between two counts
 QUIET_S = 20.0  # that texts may take to leave when nobody asks any more
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -380,7 +381,7 @@ async def count(port: int, server: int, tally: Tally) -> None:
     for name, pid in processes(server):
         with contextlib.suppress(OSError):  # it was killed at this moment
             held[name] = {"pid": pid, **asdict(Held.of(pid))}
-    tally.counts.append({"at": time.strftime("%H:%M:%S"), "processes": held, "health": left})
+    tally.counts.append({"at": time.strftime("%H:%M:%S"), "s": time.monotonic(), "processes": held, "health": left})
 
 
 def health(port: int) -> dict[str, Any]:
@@ -401,6 +402,30 @@ def grown(counts: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: [seen[0], seen[len(seen) // 2], seen[-1]] for name, seen in lives.items() if len(seen) > 2}
 
 
+def memory_over_time(counts: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of each process that lived through six counts: MB resident in the first and in the last third (means), MB an hour.
+
+    The hourly rate is the slope of the least squares over all its counts, and over the last two thirds of them: a process
+    that was just started takes memory that it keeps.
+    """
+    lives: dict[str, list[tuple[float, float]]] = {}
+    for one in counts:
+        for name, held in one["processes"].items():
+            lives.setdefault(f"{name} ({held['pid']})", []).append((one["s"] / 3600, held["rss_bytes"] / 1e6))
+    found = {}
+    for name, seen in lives.items():
+        third = len(seen) // 3
+        if third >= 2:
+            hours, sizes = zip(*seen, strict=True)
+            found[name] = {
+                "counts": len(seen), "first_third_mb": statistics.mean(sizes[:third]),
+                "last_third_mb": statistics.mean(sizes[-third:]),
+                "mb_an_hour": statistics.linear_regression(hours, sizes).slope,
+                "mb_an_hour_later": statistics.linear_regression(hours[third:], sizes[third:]).slope,
+            }  # fmt: skip
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", type=Path, default=SRC.parent / "assets" / "nano-llama")
@@ -411,7 +436,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="per text (%(default)s)")
     parser.add_argument("--kill-every", type=float, default=300, metavar="S", help="0 kills nobody (%(default)s)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--log", type=Path, default=Path("soak.log"), help="a line a minute (%(default)s)")
+    parser.add_argument("--log", type=Path, default=Path("soak.log"), help="a line for each count (%(default)s)")
     add_json_flag(parser, "soak")
     args = parsed(parser)
     sys.path.insert(0, str(SRC))
@@ -428,6 +453,7 @@ def main() -> None:
         "minutes": (time.monotonic() - begin) / 60, "exit_status": process.returncode, "requests": tally.what,
         "kills": len(tally.kills), "n_lost": len(tally.lost), "lost": tally.lost[:20], "n_wrong": len(tally.wrong),
         "wrong": tally.wrong[:5], "slowest_request_s": tally.slowest_s, "first_middle_last": grown(tally.counts),
+        "memory": memory_over_time(tally.counts),
     }  # fmt: skip
     print(json.dumps(found, indent=1))
     save(args.json, found)

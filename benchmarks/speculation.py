@@ -40,35 +40,32 @@ from typing import Any
 
 import numpy as np
 
-import on_path  # noqa: F401
+import on_path
+from guessing_model import best, learned_speed
+from mdi.cancel import Cancel
+from mdi.checkpoint.packing import Packing
+from mdi.checkpoint.parts import stage_parts
+from mdi.engine.guesses import DraftModel
+from mdi.engine.rows import ArrayRows
+from mdi.engine.scheduler import Scheduler
+from mdi.engine.sequence import Constraint, SamplingParams
+from mdi.engine.speculation import Speculation, most_frames, tokens_per_s
+from mdi.engine.starter import StarterEngine
 from mdi.model.plain import spec_of
+from mdi.net.ring import LoopbackRing
+from mdi.net.wire import Frame
+from mdi.run.local import LocalRing
+from mdi.run.nodes import GivenNodes, OwnProcesses
+from mdi.run.run import Run
+from mdi.spec.cluster import standalone
+from mdi.spec.options import StarterOptions, WeightMemory
+from mdi.spec.window import WindowMemory, WindowOptions
+from mdi.stages.building import WeightPlacer, kernel_weights
+from mdi.stages.kernel_stage import KernelStage, Resident
+from mdi.stages.model_family import ModelFamily
+from records import save, told
 
-ROOT = Path(__file__).resolve().parents[1]
-DRAFT = ROOT / "assets" / "nano-llama-draft"
-
-from guessing_model import best, learned_speed  # noqa: E402
-from mdi.cancel import Cancel  # noqa: E402
-from mdi.checkpoint.packing import Packing  # noqa: E402
-from mdi.checkpoint.parts import stage_parts  # noqa: E402
-from mdi.engine.guesses import DraftModel  # noqa: E402
-from mdi.engine.rows import ArrayRows  # noqa: E402
-from mdi.engine.scheduler import Scheduler  # noqa: E402
-from mdi.engine.sequence import Constraint, SamplingParams  # noqa: E402
-from mdi.engine.speculation import Speculation, most_frames, tokens_per_s  # noqa: E402
-from mdi.engine.starter import StarterEngine  # noqa: E402
-from mdi.net.ring import LoopbackRing  # noqa: E402
-from mdi.net.wire import Frame  # noqa: E402
-from mdi.run.local import LocalRing  # noqa: E402
-from mdi.run.nodes import GivenNodes, OwnProcesses  # noqa: E402
-from mdi.run.run import Run  # noqa: E402
-from mdi.spec.cluster import standalone  # noqa: E402
-from mdi.spec.options import StarterOptions, WeightMemory  # noqa: E402
-from mdi.spec.window import WindowMemory, WindowOptions  # noqa: E402
-from mdi.stages.building import WeightPlacer, kernel_weights  # noqa: E402
-from mdi.stages.kernel_stage import KernelStage, Resident  # noqa: E402
-from mdi.stages.model_family import ModelFamily  # noqa: E402
-from records import save, told  # noqa: E402
-
+DRAFT = on_path.ROOT / "assets" / "nano-llama-draft"
 LONG_TEXT = 8000  # tokens in simulated time: few wrong guesses decide about a short text
 
 SCHEMA = {
@@ -395,7 +392,7 @@ def price_of(args: argparse.Namespace) -> Callable[[int], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ckpt", type=Path, default=ROOT / "assets" / "nano-llama")
+    parser.add_argument("--ckpt", type=Path, default=on_path.ROOT / "assets" / "nano-llama")
     parser.add_argument("--draft", type=Path, default=DRAFT)
     parser.add_argument("--format", default="float32")
     parser.add_argument("--case", nargs="+", default=["simulated", "oracle", "draft", "copy", "schema", "never"])

@@ -8,6 +8,8 @@
         the two cores of a machine: one node with a thread and with two, two nodes kept on a core each and not, in turns
     tensor_speed.py --chunk INT4 --rounds 5 --nodes 1 2 4 --head shared --wait-ms 400
         blocks that take 400 ms on one node, of which each of several nodes waits its share: four of them on two cores
+    tensor_speed.py --chunk INT4 --nodes 1 2 4 8 --head shared --wait-ms 400 800 1600 --delay-ms 1 --mbit 100 300 1000
+        TPI-LLM's figure 5: each of these times over links of each of these rates; --laptops has the links of its table 7
 
 CHUNK is a starter's chunk for one node (prepare_model.py MODEL --n-nodes 1 --quantize int8). Each process is kept on one core,
 unless --unbound; one node with --threads 2 has all cores. The times are those of the first node: embedding, all blocks, head.
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -63,6 +66,8 @@ from tensor_sums import Meeting, Result, connected, in_forks
 
 CHUNK_ROWS = 64
 READ_TIMES = 4  # before the tokens and after them
+# TPI-LLM's table 7, Mac Pro, Mac Air, Dell, Dell: Mbit/s, and milliseconds, which are taken as the way to the router and back.
+LAPTOPS = ((510.0, 5.0), (320.0, 7.0), (610.0, 3.0), (610.0, 3.0))
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,13 @@ def file_of(folder: Path, rank: int) -> Path:
 
 def measured(way: Way, args: argparse.Namespace) -> Result:
     """One run in processes of its own; what the first node found, and what follows from all."""
-    hosts = None if args.delay_ms is None else SlowHosts(way.nodes, args.delay_ms / 1000, args.mbit)
+    hosts = None
+    if args.laptops and way.nodes > 1:
+        hosts = SlowHosts(way.nodes, 0.0, *(mbit for mbit, _ in LAPTOPS))
+        for a, b in itertools.combinations(range(way.nodes), 2):
+            hosts.slow(a, b, (LAPTOPS[a][1] + LAPTOPS[b][1]) / 2000)
+    elif args.delay_ms is not None and way.nodes > 1:
+        hosts = SlowHosts(way.nodes, args.delay_ms / 1000, args.mbit)
     try:
         with Meeting(way.nodes, hosts) as meeting:
             (result,) = in_forks(way.nodes, lambda rank: measure(rank, way, args, hosts, meeting))
@@ -304,13 +315,15 @@ def in_turns(args: argparse.Namespace) -> Iterator[Result]:
 
 
 def one_after_the_other(args: argparse.Namespace) -> Iterator[Result]:
-    """Each way once."""
+    """Each way once, for each time to wait and each rate of links."""
     one: Result | None = None
-    for way in ways_of(args):
-        result = measured(way, args)
-        one = result if way.nodes == 1 else one
-        expected = {} if one is None else {"expected_ms": expected_ms(args, one, way.nodes, result["link"])}
-        yield {**result, **expected}
+    for wait_ms, mbit, way in itertools.product(args.waits_ms, args.mbits, ways_of(args)):
+        args.wait_ms, args.mbit = wait_ms, mbit
+        if way.nodes > 1 or one is None or one["wait_ms"] != wait_ms:  # one node has no links
+            result = measured(way, args)
+            one = result if way.nodes == 1 else one
+            expected = {} if one is None else {"expected_ms": expected_ms(args, one, way.nodes, result["link"])}
+            yield {**result, **expected}
 
 
 def parsed() -> argparse.Namespace:
@@ -330,10 +343,18 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--key", action="store_true", help="measure sums with a cluster key, too")
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--wait-ms", type=float, help="that all blocks take on one node: halves of blocks wait for it")
+    parser.add_argument(
+        "--wait-ms", type=float, nargs="+", dest="waits_ms", default=[None],
+        help="that all blocks take on one node: halves of blocks wait for it",
+    )  # fmt: skip
     parser.add_argument("--quota", type=float, metavar="CORES", help="each node's part of a core, such as 0.25")
     parser.add_argument("--delay-ms", type=float, help="each node on a host of its own, so far away from the others")
-    parser.add_argument("--mbit", type=float, default=0.0, help="... that each may send in a second (0: no limit)")
+    parser.add_argument(
+        "--mbit", type=float, nargs="+", dest="mbits", default=[0.0], help="... that each may send (0: no limit)"
+    )
+    parser.add_argument(
+        "--laptops", action="store_true", help="links of TPI-LLM's table 7 instead, of up to four nodes"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the numbers are written")
     return parser.parse_args()
 
@@ -341,13 +362,14 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     args = parsed()
     args.chunk, results = args.chunks[0], list[Result]()
+    args.wait_ms, args.mbit = args.waits_ms[0], args.mbits[0]
     with tempfile.TemporaryDirectory() as folder:
         args.folder = Path(folder)
         for result in in_turns(args) if args.rounds else one_after_the_other(args):
             results.append(result)
             print(json.dumps(result), flush=True)
-    if args.json is not None:
-        save(args.json, {"tokens": results})
+            if args.json is not None:
+                save(args.json, {"tokens": results})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
 """The thesis' evaluation (chapter 4) on this machine: NanoGPT, GPT-2 and Llamas over one, two and three nodes.
 
-Every node is a process of its own with one thread. The smallest NanoGPT is trained first, once; other models have random
-weights. Results are kept after each run, so that a broken-off evaluation goes on where it was; then the figures in assets/
-and the tables in docs/seeds.md are written.
+Every node is a process of its own with one thread, on a host of its own over Gigabit Ethernet (slow_hosts.py: needs root).
+The smallest NanoGPT is trained first, once; other models have random weights. Each run is written at once, so that an
+evaluation can be done in pieces; the figures in assets/ and the tables in docs/seeds.md show the runs that there are.
 
-    thesis.py                  everything, under an hour on two cores; needs 12 GB of memory and 5 GB of disk
-    thesis.py --quick          three models, a few tokens, under five minutes; writes beside its results only
-    thesis.py --only gpt2,nano-llama --again
-    thesis.py --only gpt2-xl --nodes 1,3 --tokens 3 --no-docs
+    thesis.py                  everything that is missing, hours on two cores; needs 12 GB of memory and 5 GB of disk
+    thesis.py --only nanogpt-7,tiny-llama --nodes 1,3 --within 240
+    thesis.py --quick          three models, a few tokens, under five minutes; writes into the work folder only
     thesis.py --draw           no runs, only figures and tables from the results that are there
 """
 
@@ -22,19 +21,19 @@ import shutil
 import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "old")]
 
-from records import RESULTS, machine, save  # noqa: E402
+from records import LIMIT_BYTES, RESULTS, Usage, machine, rounded  # noqa: E402
 from thesis_case import Case, reference_ids, run_case, spawn_case  # noqa: E402
 from thesis_numbers import BY_KEY, MODELS, Model  # noqa: E402
 
 N_NODES = (1, 2, 3)
-MOST_POINTS = 400  # of a curve
+MOST_POINTS = 100  # of a curve, behind its first tokens
+MOST_CHARACTERS = 200  # of a text
 GREEDY_TOKENS = 150  # more than a NanoGPT's context
 START_S = 12  # of a run, before its first token
 
@@ -64,10 +63,15 @@ class Results:
     def _write(self) -> None:
         from mdi.files import replacing
 
-        self.data |= {"date": date.today().isoformat(), "machine": machine()}
+        lines = {key: json.dumps(rounded(run)) for key, run in sorted(self.runs.items())}
+        text = ",\n".join(f"{json.dumps(key)}: {line}" for key, line in lines.items())
+        rest = {key: value for key, value in self.data.items() if key != "runs"}
+        whole = f'{json.dumps(rest)[:-1]}{", " if rest else ""}"runs": {{\n{text}\n}}}}\n'
+        if len(whole) > LIMIT_BYTES:
+            raise ValueError(f"{self.path.name} would take {len(whole):,} bytes, more than {LIMIT_BYTES:,}")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as file:
-            file.write(json.dumps(self.data).encode())
+            file.write(whole.encode())
 
 
 def measure(args: argparse.Namespace, models: list[Model], results: Results) -> int:
@@ -80,13 +84,17 @@ def measure(args: argparse.Namespace, models: list[Model], results: Results) -> 
             if args.again or not is_done:
                 todo.append((model, n_nodes, n_tokens))
     clock = Clock([expected_s(*case) for case in todo])
-    n_failed = 0
+    n_failed, begin = 0, time.monotonic()
     for i, (model, n_nodes, n_tokens) in enumerate(todo):
+        if time.monotonic() - begin + expected_s(model, n_nodes, n_tokens) > args.within:
+            print(f"no time for {model.title} on {n_nodes}", flush=True)
+            clock.skip()
+            continue
         print(f"[{i + 1}/{len(todo)}] {model.title} on {n_nodes}, {n_tokens} tokens per sample", flush=True)
         try:
             ckpt = checkpoint_of(args, model, results)
             clock.begin()
-            run = measured_run(Case(model.key, str(ckpt), n_nodes, n_tokens))
+            run = measured_run(Case(model.key, str(ckpt), n_nodes, n_tokens, is_loopback=args.loopback))
         except subprocess.SubprocessError as e:
             n_failed += 1
             told = f"failed: {str(e)[-60:]}"
@@ -106,23 +114,23 @@ def checkpoint_of(args: argparse.Namespace, model: Model, results: Results) -> P
     from thesis_models import make_checkpoint
     from thesis_train import FULL_STEPS, QUICK_STEPS, trained_checkpoint, training_result
 
-    if not model.is_trained:
+    if not model.is_trained or args.untrained:
         return make_checkpoint(args.work_dir, model.key)
     n_steps = QUICK_STEPS if args.quick else FULL_STEPS
     ckpt = trained_checkpoint(args.work_dir, n_steps)
     if results.data.get("training", {}).get("steps") != n_steps or "same" not in results.data["training"]:
-        results.set_training(
-            {**training_result(ckpt), **same_everywhere(model, ckpt, 40 if args.quick else GREEDY_TOKENS)}
-        )
+        same = same_everywhere(model, ckpt, 40 if args.quick else GREEDY_TOKENS, args.loopback)
+        results.set_training({**training_result(ckpt), **same})
     return ckpt
 
 
-def same_everywhere(model: Model, ckpt: Path, n_tokens: int) -> dict[str, Any]:
+def same_everywhere(model: Model, ckpt: Path, n_tokens: int, is_loopback: bool) -> dict[str, Any]:
     """Whether one, two and three nodes continue a text greedily as the model alone does."""
     expected = reference_ids(ckpt, n_tokens)
     same = {}
     for n_nodes in N_NODES:
-        found = spawn_case(Case(model.key, str(ckpt), n_nodes, n_tokens, is_greedy=True))["ids"]
+        case = Case(model.key, str(ckpt), n_nodes, n_tokens, is_greedy=True, is_loopback=is_loopback)
+        found = spawn_case(case)["ids"]
         same[str(n_nodes)] = found == [expected]
         print(f"{model.title} on {n_nodes}, {n_tokens} tokens, greedy: "
               f"{'as' if same[str(n_nodes)] else 'NOT as'} the model alone", flush=True)  # fmt: skip
@@ -130,11 +138,13 @@ def same_everywhere(model: Model, ckpt: Path, n_tokens: int) -> dict[str, Any]:
 
 
 def measured_run(case: Case) -> dict[str, Any]:
-    """A run as it is kept: fewer points, and the first text only."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    """A run as it is kept: fewer points, the beginning of the first text, and what other programs took meanwhile."""
+    begin = Usage.now()
     run = thinned(spawn_case(case))
     del run["ids"]
-    return {**run, "texts": run["texts"][:1], "load_before": load, "asked": case.n_tokens}
+    now = time.strftime("%Y-%m-%d %H:%M")
+    told = {"date": now, "machine": machine(), "loopback": case.is_loopback, "asked": case.n_tokens}
+    return {**run, "texts": [run["texts"][0][:MOST_CHARACTERS]], **told, **Usage.now().since(begin)}
 
 
 def expected_s(model: Model, n_nodes: int, n_tokens: int) -> float:
@@ -151,6 +161,9 @@ class Clock:
 
     def begin(self) -> None:
         self._begin = time.monotonic()
+
+    def skip(self) -> None:
+        self._n_done += 1
 
     def end(self) -> tuple[float, float]:
         """(what this run took, what is left), in seconds."""
@@ -179,7 +192,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, metavar="N", help="so many per sample, to try something out")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "thesis", metavar="DIR")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="(results.json or quick.json in the work folder)")
+    parser.add_argument("--untrained", action="store_true", help="random weights for all: rates do not depend on them")
+    parser.add_argument("--loopback", action="store_true", help="all nodes on one host, without root")
+    parser.add_argument("--within", type=float, default=math.inf, metavar="S", help="begin no run that would end later")
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="(benchmarks/results/thesis.json; --quick: work folder)"
+    )
     parser.add_argument("--docs", action=argparse.BooleanOptionalAction, help="write assets/ and docs/seeds.md, or not")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -192,21 +210,13 @@ def main() -> None:
         parser.error(f"no such model: {unknown[0]}; there are {', '.join(BY_KEY)}")
     args.nodes = [int(n) for n in args.nodes.split(",")]
     models = [m for m in MODELS if m.key in keys and (m.quick_tokens or not args.quick)]
-    results = Results(args.results or args.work_dir / ("quick.json" if args.quick else "results.json"))
+    results = Results(args.results or (args.work_dir / "quick.json" if args.quick else RESULTS / "thesis.json"))
     n_failed = 0 if args.draw else measure(args, models, results)
     from thesis_report import write_report
 
     is_for_docs = args.docs if args.docs is not None else not args.quick
-    write_report(results.data, ROOT if is_for_docs else None, results.path.parent)
-    if is_for_docs:
-        save(RESULTS / "thesis.json", small(results.data))
+    write_report(results.data, ROOT if is_for_docs else None, args.work_dir)
     sys.exit(1 if n_failed else 0)
-
-
-def small(data: dict[str, Any]) -> dict[str, Any]:
-    """Without the time of every token, which the figures show."""
-    runs = {key: {k: v for k, v in run.items() if k != "points"} for key, run in data.get("runs", {}).items()}
-    return {**data, "runs": runs}
 
 
 if __name__ == "__main__":

@@ -1,17 +1,27 @@
-"""One run of the thesis' evaluation: a model over some nodes of this machine, each a process with one thread."""
+"""One run of the thesis' evaluation: a model over some nodes, each a process with one thread, on a host of its own.
+
+The hosts are joined by Gigabit Ethernet (slow_hosts.py), or all nodes are on this one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thesis_numbers import BY_KEY
 
-RUN_LIMIT_S = 1800
+if TYPE_CHECKING:
+    from mdi.run.local import LocalRing
+    from slow_hosts import Hosts
+
+RUN_LIMIT_S, END_S = 1800, 30
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,7 @@ class Case:
         ckpt: folder of its weights.
         n_tokens: per sample.
         is_greedy: the most probable tokens of one text, to compare ids; else sampled texts, as many as the thesis had.
+        is_loopback: all nodes on this host.
     """
 
     key: str
@@ -30,6 +41,7 @@ class Case:
     n_nodes: int
     n_tokens: int
     is_greedy: bool = False
+    is_loopback: bool = False
 
 
 def run_case(case: Case) -> dict[str, Any]:
@@ -56,8 +68,16 @@ def run_case(case: Case) -> dict[str, Any]:
     ckpt = Path(case.ckpt)
     layers = ",".join(map(str, model.cuts[case.n_nodes]))
     params = SamplingParams(n_tokens=case.n_tokens, temperature=0.0 if case.is_greedy else 0.8, top_k=200)
-    with make_ring(case.n_nodes, None, 1, ckpt, False, False) as ring:
-        options = StarterOptions(ckpt=ckpt, device="cpu", dtype="float32", layers=layers, wait_s=120, draft="none")
+    with ExitStack() as stack:
+        if not case.is_loopback and case.n_nodes > 1:
+            from slow_hosts import GIGABIT, SlowHosts
+
+            hosts = SlowHosts(case.n_nodes, *GIGABIT)
+            stack.callback(hosts.close)
+            hosts.enter(0)
+            make_ring = on_hosts(make_ring, hosts)
+        ring = stack.enter_context(make_ring(case.n_nodes, None, 1, ckpt, False, False))
+        options = StarterOptions(ckpt=ckpt, device="cpu", layers=layers, wait_s=120, draft="none", **model.numbers)
         node = Run(GivenNodes(ring.cluster, look=ring.check), options, case.n_tokens + 1, family=lambda: family)
         try:
             node.open()
@@ -78,6 +98,23 @@ def run_case(case: Case) -> dict[str, Any]:
     }
 
 
+def on_hosts(ring: type[LocalRing], hosts: Hosts) -> type[LocalRing]:
+    """The same ring with each node on a host; this process is on that of the starter."""
+
+    class OnHosts(ring):  # type: ignore[misc,valid-type]
+        def arrange(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
+            placed = [{**entry, "addr": hosts.address(i)} for i, entry in enumerate(entries)]
+            found: dict[str, Any] = super().arrange(placed)
+            return found
+
+        def command(self, path: Path, index: int) -> list[str]:
+            return hosts.command(
+                index + 1, *super().command(path, index), "--insecure"
+            )  # as the thesis, which had no keys
+
+    return OnHosts
+
+
 def spawn_case(case: Case) -> dict[str, Any]:
     """`run_case` in a process of its own, so that each starter's memory is its own.
 
@@ -85,11 +122,20 @@ def spawn_case(case: Case) -> dict[str, Any]:
         subprocess.SubprocessError: it failed, and has said why, or took longer than RUN_LIMIT_S.
     """
     program = Path(__file__).with_name("thesis.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(program), "--case", json.dumps(asdict(case))],
-        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, timeout=RUN_LIMIT_S, check=True,
-    )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout)
+    command = [sys.executable, "-W", "ignore", str(program), "--case", json.dumps(asdict(case))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as child:
+        try:
+            told, _ = child.communicate(timeout=RUN_LIMIT_S)
+        except BaseException as e:
+            if isinstance(e, subprocess.TimeoutExpired):  # an interrupt comes to both
+                child.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(END_S)  # it removes its hosts
+            child.kill()
+            raise
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command)
+    found: dict[str, Any] = json.loads(told)
     return found
 
 

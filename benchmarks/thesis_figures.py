@@ -25,6 +25,7 @@ def time_figure(models: Sequence[Model], runs: dict[str, Any], title: str) -> An
     figure, grid = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False, layout="constrained")
     for axes, model in zip(grid.flat, models, strict=False):
         draw_curves(axes, model, runs, compared_tokens(runs, model))
+        draw_thesis(axes, model, compared_tokens(runs, model))
         axes.set_title(model.title, loc="left", fontsize=10)
         axes.set(xlabel="tokens", ylabel="time (s)")
         axes.legend(loc="lower right", fontsize=8, frameon=False)
@@ -50,6 +51,15 @@ def draw_curves(axes: Any, model: Model, runs: dict[str, Any], n_tokens: int) ->
     axes.set(xlim=(0, n_tokens), ylim=(0, highest * 1.05))
     axes.grid(True, color="0.9", lw=0.7)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_thesis(axes: Any, model: Model, n_tokens: int) -> None:
+    """Where the curves of the thesis end, by the rates in its text."""
+    for n_nodes, color in COLORS.items():
+        if (theirs := model.rates[n_nodes]) is not None:
+            axes.plot(n_tokens, n_tokens / theirs, color=color, marker="D", markersize=6, ls="", clip_on=False,
+                      label="thesis, same colors" if n_nodes == 3 else "", zorder=3)  # fmt: skip
+            axes.set_ylim(0, max(axes.get_ylim()[1], 1.05 * n_tokens / theirs))
 
 
 def memory_figure(models: Sequence[Model], runs: dict[str, Any]) -> Any:

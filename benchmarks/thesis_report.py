@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ SYSTEMS = {
     "llama": ("Llamas: rotating KV caches", "thesis-llama.svg"),
 }
 GUESSING_NATS = 4.17  # ln 65
+WIDTH = 150  # of lines of the document
 
 
 def write_report(data: dict[str, Any], root: Path | None, beside: Path) -> None:
@@ -33,9 +35,9 @@ def write_report(data: dict[str, Any], root: Path | None, beside: Path) -> None:
             save(time_figure(models, runs, title), assets / name)
     save(memory_figure(found, runs), assets / "thesis-memory.svg")
     tables = {
-        "thesis-speed": f"{caption(data)}\n\n{speed_table(found, runs)}",
+        "thesis-speed": f"{textwrap.fill(caption(data), WIDTH)}\n\n{speed_table(found, runs)}",
         "thesis-memory": memory_table(found, runs),
-        "thesis-training": training_text(data),
+        "thesis-training": textwrap.fill(training_text(data), WIDTH),
     }
     for text in tables.values():
         print(f"\n{text}")
@@ -58,7 +60,12 @@ def fill_in(page: Path, tables: dict[str, str]) -> None:
 def caption(data: dict[str, Any]) -> str:
     """When, on what, and how much of the evaluation the tables below show."""
     runs = data["runs"]
-    return f"Measured on {data['date']}: {data['machine']}; {type_of(runs)}. One thread per node."
+    days = sorted({run["date"][:10] for run in runs.values()})
+    machines = "; ".join(sorted({run["machine"] for run in runs.values()}))
+    links = (
+        "one host" if any(run["loopback"] for run in runs.values()) else "Gigabit Ethernet between network namespaces"
+    )
+    return f"Measured on {' and '.join(days)}: {machines}; {links}; {type_of(runs)}. One thread per node."
 
 
 def type_of(runs: dict[str, Any]) -> str:

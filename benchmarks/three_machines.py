@@ -31,7 +31,7 @@ from memory_group import MemoryGroup, memory_group
 from real_path import Machine, ask, write_model
 from records import add_json_flag, parsed, save, told
 from ring.quota import Quotas
-from slow_hosts import SlowHosts
+from slow_hosts import GIGABIT, SlowHosts
 
 SHAPE = {  # of Llama 3.1 8B
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -41,7 +41,6 @@ SHAPE = {  # of Llama 3.1 8B
     "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                      "original_max_position_embeddings": 8192},
 }  # fmt: skip
-DELAY_S, MBIT = 0.0002, 940.0
 PROMPT = "Once upon a time there were three small machines."
 N_TOKENS = 24  # of each text
 N_TEXTS = (1, 16)
@@ -51,7 +50,7 @@ NO_LIMIT = 1 << 40
 def measure(folder: Path, model: Path, n_machines: int, memory: int, share: float, rounds: int) -> dict[str, Any]:
     """Serve the model on so many machines of so many bytes, and ask; raises SystemExit if they do not become ready."""
     with ExitStack() as stack:
-        hosts = SlowHosts(max(2, n_machines), DELAY_S, MBIT)
+        hosts = SlowHosts(max(2, n_machines), *GIGABIT)
         stack.callback(hosts.close)
         quotas = Quotas()
         groups: list[MemoryGroup] = []

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Memory of a node with and without a window, and times with one, for TPI-LLM's tables 1 and 2: by the model of `mdi plan`.
+"""Memory of a node with and without a window, and times with one, for TPI-LLM's tables 1, 2 and 6: by the model of `mdi plan`.
 
     benchmarks/window_memory.py [--json FILE]
 
 Weights in float32. Every layer is shared out over N nodes, as there: the share of the node that gets most (whole heads; keys
 and values with their queries). Bytes are those of packed weights as plan.py reckons with them, for the starter, which has most:
-all of embedding and head without a window; with one of W = 2, one attention, one MLP, and pieces of the head no larger than
-these. What a process takes beside weights is not among them (docs/distributing.md has it measured). Nothing is run.
+all of embedding and head without a window; with one of W = 2 (table 2), one attention, one MLP, and pieces of the head no
+larger than these; twice as much with W = 4 (table 6). What a process takes beside weights is not among them
+(docs/distributing.md has it measured). Nothing is run.
 
 Times are those of table 1: a group of 8 nodes, each with a window as large as their peak, links of 300 Mbit/s and 1 ms. They do
 not say how fast their devices read: MEMORY_S and DISK_S are by the laptops behind their proposition 4, where an attention and
@@ -16,6 +17,7 @@ an MLP of 64 and 129 MB took 11 and 17 ms to compute and 18 and 30 ms to load. H
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +29,7 @@ from records import add_json_flag, save
 
 NODES = (2, 4, 6, 8)
 GIB = 1 << 30  # what the paper calls GB: 257 of them are its 68,976,648,192 weights in float32
-UNITS = 2
+UNITS = (2, 4)
 MEMORY_S, DISK_S = 193e6 / 28e-3, 193e6 / 48e-3  # bytes per second
 LINK = LinkSpeed(1e-3, 300e6 / 8)
 PROMPT, LENGTH, PROCESS_BYTES = 16, 128, 75_000_000
@@ -35,16 +37,26 @@ YI_34B = {"name": "Yi-34B", "n_layer": 60, "n_embd": 7168, "n_head": 56, "n_quer
           "intermediate_size": 20480, "padded_vocab_size": 64000, "vocab_size": 64000, "bias": False,
           "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "rotary_percentage": 1.0,
           "parallel_residual": False}  # fmt: skip
-# The paper's name, litgpt's, and its table 2: peak GiB per device without and with its window, for NODES. Of its table 1, with
-# its window: seconds to the first token, and of a token.
-MODELS: dict[str, tuple[Any, tuple[float, ...], tuple[float, ...], tuple[float, float]]] = {
-    "Llama 2-3B": ("open_llama_3b", (7.3, 4.3, 3.2, 2.8), (1.5, 1.4, 1.4, 1.4), (2.0, 1.9)),
-    "Llama 2-7B": ("Llama-2-7b-hf", (13.7, 7.7, 5.5, 4.5), (2.0, 1.8, 1.7, 1.7), (3.0, 2.6)),
-    "Llama 2-13B": ("Llama-2-13b-hf", (25.7, 13.9, 9.8, 8.1), (2.3, 2.2, 2.2, 2.1), (5.8, 2.9)),
-    "Llama 2-70B": ("Llama-2-70b-hf", (130, 66.6, 46.6, 34.9), (3.7, 3.3, 3.3, 3.1), (29.4, 26.1)),
-    "Llama 3.1-8B": ("Llama-3.1-8B", (18.4, 11.8, 9.4, 8.5), (5.9, 5.6, 5.5, 5.4), (4.5, 4.3)),
-    "Llama 3.1-70B": ("Llama-3.1-70B", (137.7, 74.0, 51.1, 42.3), (10.8, 10.5, 11.4, 11.3), (32.9, 29.9)),
-    "Yi-34B": (YI_34B, (67, 36.4, 23.9, 20.4), (5.0, 5.0, 5.0, 4.9), (15.7, 13.7)),
+# The paper's name, litgpt's, its table 2: peak GiB per device without and with its window, for NODES; table 6: with its window.
+# TIMES has its table 1, with its window: seconds to the first token, and of a token.
+Row = tuple[float, ...]
+MODELS: dict[str, tuple[Any, Row, Row, Row]] = {
+    "Llama 2-3B": ("open_llama_3b", (7.3, 4.3, 3.2, 2.8), (1.5, 1.4, 1.4, 1.4), (1.7, 1.5, 1.5, 1.5)),
+    "Llama 2-7B": ("Llama-2-7b-hf", (13.7, 7.7, 5.5, 4.5), (2.0, 1.8, 1.7, 1.7), (2.4, 2.1, 1.8, 1.8)),
+    "Llama 2-13B": ("Llama-2-13b-hf", (25.7, 13.9, 9.8, 8.1), (2.3, 2.2, 2.2, 2.1), (2.8, 2.5, 2.3, 2.2)),
+    "Llama 2-70B": ("Llama-2-70b-hf", (130, 66.6, 46.6, 34.9), (3.7, 3.3, 3.3, 3.1), (4.5, 3.1, 3.1, 3.1)),
+    "Llama 3.1-8B": ("Llama-3.1-8B", (18.4, 11.8, 9.4, 8.5), (5.9, 5.6, 5.5, 5.4), (6.3, 5.8, 5.6, 5.5)),
+    "Llama 3.1-70B": ("Llama-3.1-70B", (137.7, 74.0, 51.1, 42.3), (10.8, 10.5, 11.4, 11.3), (10.8, 10.5, 11.5, 11.4)),
+    "Yi-34B": (YI_34B, (67, 36.4, 23.9, 20.4), (5.0, 5.0, 5.0, 4.9), (6.0, 5.6, 5.3, 5.2)),
+}
+TIMES: dict[str, Row] = {
+    "Llama 2-3B": (2.0, 1.9),
+    "Llama 2-7B": (3.0, 2.6),
+    "Llama 2-13B": (5.8, 2.9),
+    "Llama 2-70B": (29.4, 26.1),
+    "Llama 3.1-8B": (4.5, 4.3),
+    "Llama 3.1-70B": (32.9, 29.9),
+    "Yi-34B": (15.7, 13.7),
 }
 
 
@@ -59,9 +71,8 @@ def share_of(config: Any, n_nodes: int) -> Any:
     return replace(config, n_head=n_head, n_query_groups=n_groups, intermediate_size=columns)
 
 
-def gibibytes(config: Any, n_nodes: int) -> tuple[float, float]:
-    """Of weights on the starter, without and with a window."""
-
+def gibibytes(config: Any, n_nodes: int) -> list[float]:
+    """Of weights on the starter, without a window and with those of UNITS."""
     from mdi.placement.windows import matrices_of
     from mdi.stages.window_budget import plan_window
     from mdi.stages.window_files import block_units
@@ -72,7 +83,7 @@ def gibibytes(config: Any, n_nodes: int) -> tuple[float, float]:
     assert head is not None
     embedding = 4 * config.padded_vocab_size * config.n_embd
     without = sum(unit.n_bytes for unit in blocks) + head.n_bytes + embedding
-    return without / GIB, plan_window(blocks, head, UNITS, None).resident_bytes / GIB
+    return [without / GIB, *(plan_window(blocks, head, n, None).resident_bytes / GIB for n in UNITS)]
 
 
 def predicted_s(config: Any, limit_gib: float) -> tuple[float, float]:
@@ -105,18 +116,13 @@ def main() -> None:
     from mdi.model.plain import ModelConfig
 
     result = {}
-    print("| model | " + " | ".join(f"N = {n}: paper, ours; window: paper, ours" for n in NODES)
-          + " | first token | a token |")  # fmt: skip
-    for name, (of, paper, paper_window, paper_s) in MODELS.items():
+    names = "without", *(f"window_{n}" for n in UNITS)
+    for name, (of, *paper) in MODELS.items():
         config = ModelConfig.from_litgpt(Config(**of) if isinstance(of, dict) else Config.from_name(of))
-        ours = [gibibytes(config, n) for n in NODES]
-        cells = [f"{a:g}, {b:.1f}; {c:g}, {d:.2f}" for a, c, (b, d) in zip(paper, paper_window, ours, strict=True)]
-        times = predicted_s(config, paper_window[-1])
-        cells += [f"{theirs:g} s, {own:.2f} s predicted" for theirs, own in zip(paper_s, times, strict=True)]
-        print(f"| {name} | " + " | ".join(cells) + " |")
-        result[name] = {"without_gib": [a for a, _ in ours], "window_gib": [b for _, b in ours],
-                        "paper_without_gib": paper, "paper_window_gib": paper_window,
-                        "predicted_s": times, "paper_s": paper_s}  # fmt: skip
+        ours = zip(*(gibibytes(config, n) for n in NODES), strict=True)
+        result[name] = {key: {"paper": a, "ours": b} for key, a, b in zip(names, paper, ours, strict=True)}
+        result[name]["times"] = {"paper": TIMES[name], "ours": predicted_s(config, paper[1][-1])}
+        print(name, json.dumps(result[name]))
     save(args.json, {"nodes": NODES, "models": result})
 
 

@@ -15,15 +15,12 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
-
-import finetune_speed as speed_of_finetuning  # noqa: E402
-from records import RESULTS  # noqa: E402
-from side_by_side.tables import fill, markdown  # noqa: E402
+import finetune_speed as speed_of_finetuning
+import on_path  # noqa: F401
+from records import RESULTS, ROOT
+from side_by_side.tables import fill, markdown
 
 Result = Mapping[str, Any]
 
@@ -31,7 +28,7 @@ UNMEASURED = "It was not measured yet."
 
 WAYS = {"replay": "`replay`", "tokens": "`tokens`", "restart": "begun again", "no cache": "no cache"}
 SUMS = ("star", "exchange", "ring", "tree")
-SHOWN_DELAYS_MS = (0.2, 1, 10)
+SHOWN_DELAYS_MS = (0.2, 1)
 SHOWN_LINKS_MS, SHOWN_P = (0, 10), (0.5, 0.8, 0.9)  # of tokens that are guessed
 
 PAGES = (ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "seeds.md")
@@ -63,29 +60,6 @@ def wire_bytes() -> str:
         "ping": "PING, when nothing else was sent for a second",
     }
     return markdown(["frame", "bytes"], [[said, str(found[name])] for name, said in names.items()])
-
-
-def start_up() -> str:
-    found = load("overheads")["start_up"]
-    names = {
-        "answers_s": "process start until it answers `GET /`",
-        "imports_s": "a process that only imports numpy, safetensors, cherrypy and requests, and ends",
-        "ready_from_disk_s": "`/init` until READY, weights on disk",
-        "ready_again_s": "`/init` until READY, the same model still in memory",
-    }
-    return markdown(["", "seconds"], [[said, f"{found[name]:.2g}"] for name, said in names.items()])
-
-
-def secondary_memory() -> str:
-    found = load("overheads")["memory"]
-    names = {
-        "rss_bytes": "resident",
-        "weights_bytes": "weights of its blocks, mapped",
-        "caches_bytes": "key/value caches",
-        "beyond_bytes": "**beyond these**",
-        "imports_bytes": "a process that has only imported numpy, safetensors, cherrypy and requests",
-    }
-    return markdown(["", "MB"], [[said, f"{found[name] / 1e6:.3g}"] for name, said in names.items()])
 
 
 def quality() -> str:
@@ -138,8 +112,8 @@ def tensor_sums() -> str:
     return measured(result, markdown(["nodes", "delay", *SUMS], rows))
 
 
-def tensor_speed(name: str = "tensor_speed") -> str:
-    result = load(name)
+def tensor_speed() -> str:
+    result = load("tensor_speed")
     head = ["weights", "", "ms a token: median (least to most)", "times one node with one thread", "a sum, median"]
     rows = [
         [one["packing"], one["way"], f"{one['token_ms']:.1f} ({one['least_ms']:.1f} to {one['most_ms']:.1f})",
@@ -154,8 +128,38 @@ def tensor_speed(name: str = "tensor_speed") -> str:
     return measured(result, markdown(head, rows))
 
 
-def tensor_speed_waiting() -> str:
-    return tensor_speed("tensor_speed_waiting")
+def tensor_links() -> str:
+    """Milliseconds a token by the time of all blocks on one node, by nodes, and by rates of their links."""
+    result = load("tensor_links")
+    found = {(one["wait_ms"], one["nodes"], one["mbit"]): one["median_ms"] for one in result["tokens"]}
+    waits, counts, rates = (sorted({key[i] for key in found}) for i in range(3))
+    rows = []
+    for wait in waits:
+        one = found[wait, 1, rates[0]]
+        cells = [[found[wait, n, rate] for rate in rates] for n in counts[1:]]
+        rows.append(
+            [f"{one:,.0f}", *(f"{'; '.join(f'{ms:,.0f}' for ms in times)} ({one / times[1]:.1f})" for times in cells)]
+        )
+    said = "; ".join(f"{rate:,.0f}" for rate in rates)
+    return measured(
+        result, markdown(["one node, ms a token", *(f"{n} nodes at {said} Mbit/s" for n in counts[1:])], rows)
+    )
+
+
+def tensor_laptops() -> str:
+    result = load("tensor_laptops")
+    found: dict[float, list[Result]] = {}
+    for one in result["tokens"]:
+        found.setdefault(one["wait_ms"], []).append(one)
+    rows = []
+    for one, *more in found.values():
+        cells = [f"{each['median_ms']:,.0f} ({one['median_ms'] / each['median_ms']:.2f}), "
+                 f"{each['prompt_s']:.1f} s ({one['prompt_s'] / each['prompt_s']:.2f})" for each in more]  # fmt: skip
+        rows.append([f"{one['median_ms']:,.0f}, {one['prompt_s']:.1f} s", *cells])
+    counts = sorted({one["nodes"] for one in result["tokens"]})[1:]
+    return measured(
+        result, markdown(["one node: ms a token, 16 of a prompt", *(f"{n} nodes (times one)" for n in counts)], rows)
+    )
 
 
 def three_machines() -> str:
@@ -174,16 +178,15 @@ def window_memory() -> str:
     result = load("window_memory")
     rows = []
     for model, found in result["models"].items():
-        before = zip(found["paper_without_gib"], found["without_gib"], strict=True)
-        window = zip(found["paper_window_gib"], found["window_gib"], strict=True)
-        ends = [f"{theirs:g}, {ours:.1f}" for theirs, ours in before]
-        times = zip(found["paper_s"], found["predicted_s"], strict=True)
-        rows.append([model, f"{ends[0]}; {ends[-1]}", *(f"{theirs:g}, {ours:.2f}" for theirs, ours in window),
-                     *(f"{theirs:g} s; {ours:.1f} s predicted" for theirs, ours in times)])  # fmt: skip
+        pairs = {key: list(zip(*both.values(), strict=True)) for key, both in found.items()}
+        ends = [f"{theirs:g}, {ours:.1f}" for theirs, ours in pairs["without"]]
+        two, four = ([f"{theirs:g}, {ours:.2f}" for theirs, ours in pairs[f"window_{n}"]] for n in (2, 4))
+        times = [f"{theirs:g} s; {ours:.1f} s predicted" for theirs, ours in pairs["times"]]
+        rows.append([model, f"{ends[0]}; {ends[-1]}", *(f"{a}; {b}" for a, b in zip(two, four, strict=True)), *times])
     n_nodes = result["nodes"]
     head = ["model", f"without a window: theirs, ours (N = {n_nodes[0]}; {n_nodes[-1]})"]
     times = [f"{what}: theirs; ours (N = {n_nodes[-1]})" for what in ("first token", "a token")]
-    return markdown([*head, *(f"window: theirs, ours (N = {n})" for n in n_nodes), *times], rows)
+    return markdown([*head, *(f"W = 2: theirs, ours; W = 4 (N = {n})" for n in n_nodes), *times], rows)
 
 
 def serving() -> str:
@@ -337,8 +340,6 @@ def placement_clients() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "round-trip": round_trip,
     "wire-bytes": wire_bytes,
-    "start-up": start_up,
-    "secondary-memory": secondary_memory,
     "family-blocks": family_blocks,
     "serving": serving,
     "quality": quality,
@@ -352,7 +353,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "nf4": nf4,
     "placement-clients": placement_clients,
     "tensor-speed": tensor_speed,
-    "tensor-speed-waiting": tensor_speed_waiting,
+    "tensor-links": tensor_links,
+    "tensor-laptops": tensor_laptops,
     "tensor-sums": tensor_sums,
     "window-memory": window_memory,
     "three-machines": three_machines,

@@ -48,12 +48,14 @@ class ForkedChildren:
 
     Args:
         modules: that each child has imported.
+        python: the interpreter.
+        environment: variables of the children besides those of this process.
     """
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, python: Path = Path(sys.executable), **environment: str) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-c", SERVER, *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SRC)},
+            [str(python), "-c", SERVER, *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SRC), **environment},
         )  # fmt: skip
 
     def run(self, code: str, argv: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -227,13 +227,14 @@ class InProcessRing:
         seed: str = "",
         owner_folder: Callable[[str], str] = str,
         owners: Sequence[str] = (),
-        stages: list[Stage] | None = None,
+        stages: Sequence[Any] | None = None,
+        rows: Any = None,  # as these stages have them; None: as tensors
         hot: Collection[int] = (),  # of nodes whose next one has the same blocks, in `stages`
     ) -> None:
-        self._hot = hot
+        self._hot, self._rows = hot, rows or TensorRows(CPU, torch.float32)
         cuts = even_cuts(gpt.config.n_layer, n_nodes) if cuts is None else cuts
         self.wire = wire
-        self.stages = stages or stages_of(gpt, cuts, max_length=max_length, kv_dtype=kv_dtype)
+        self.stages: list[Any] = [*(stages or stages_of(gpt, cuts, max_length=max_length, kv_dtype=kv_dtype))]
         self.tasks: queue.SimpleQueue[PrefixTask] = queue.SimpleQueue()  # that came back to the starter
         self._files = files
         self.nodes = Nodes(n_nodes, capacity=n_frames) if n_nodes > 1 else None
@@ -245,9 +246,11 @@ class InProcessRing:
         for thread in self._threads:
             thread.start()
         starter = self.stages[0]
-        assert isinstance(starter, StarterStage)
+        if self.nodes:
+            self.ring = self.seen(0)
         scheduler = Scheduler(chunk_rows=chunk_rows, memory=memory, decode_rows=decode_rows)
-        self.engine = StarterEngine(starter, scheduler, max_length, TensorRows(CPU, torch.float32), wire)
+        at_starter = getattr(starter, "at_starter", starter)
+        self.engine = StarterEngine(at_starter, scheduler, max_length, self._rows, wire)
         if files:
             self.engine.prefixes = RingPrefixes(
                 lambda task: files[0].answer(task, starter.caches), seed, 2, owner_folder, owners
@@ -259,6 +262,11 @@ class InProcessRing:
                 tasks.put(task)
 
             scheduler.answered = note  # type: ignore[method-assign]
+
+    def seen(self, index: int) -> Any:
+        """The ring as the loop of a node sees it."""
+        assert self.nodes is not None
+        return self.nodes.rings[index]
 
     def submit(self, prompt_ids: list[int], params: SamplingParams, then: Callable[[], object] | None = None) -> Text:
         """`then` is called by the engine's thread for each token; True ends the text."""
@@ -308,9 +316,7 @@ class InProcessRing:
         stage = self.stages[index]
         answer = (lambda task: self._files[index].answer(task, stage.caches)) if self._files else None
         is_hot = index in self._hot
-        loop = SecondaryLoop(
-            stage, TensorRows(CPU, torch.float32), ring, is_last, self.wire, answer=answer, is_hot=is_hot
-        )
+        loop = SecondaryLoop(stage, self._rows, self.seen(index), is_last, self.wire, answer=answer, is_hot=is_hot)
         self.endings[index] = None
         try:
             loop.run()

@@ -90,15 +90,21 @@ def shard_weights(gpt: GPT, share: Share, form: str, part: str) -> PartWeights:
 def stages_of(
     gpt: GPT, shares: Shares, groups: list[AllReduce], form: str = "float32", cache: str = "float32"
 ) -> list[KernelStage]:
+    return [stage_of(gpt, shares, rank, group, form=form, cache=cache) for rank, group in enumerate(groups)]
+
+
+def stage_of(
+    gpt: GPT, shares: Shares, rank: int, group: AllReduce | None, start: int = 0, stop: int | None = None,
+    has_ends: bool = False, form: str = "float32", cache: str = "float32",
+) -> KernelStage:  # fmt: skip
+    """A share of blocks; without a group, shares of one node."""
     config = ModelConfig.from_litgpt(gpt.config)
-    stages = []
-    for rank, group in enumerate(groups):
-        share = Share(shares, rank, config)
-        parts = [f"block.{i}" for i in range(config.n_layer)]
-        weights = Resident(parts, lambda part, s=share: shard_weights(gpt, s, form, part))
-        place = GroupSum(share)
-        stage = KernelStage(spec_of(config), 0, config.n_layer, weights, cache_type=cache, group=place)
-        stage.prepare(CONTEXT, 64 << 20)
+    stop, share = config.n_layer if stop is None else stop, Share(shares, rank, config)
+    parts = [*(f"block.{i}" for i in range(start, stop)), *(("embedding", "head") if has_ends else ())]
+    place = None if group is None else GroupSum(share)
+    weights = Resident(parts, lambda part: shard_weights(gpt, share, form, part))
+    stage = KernelStage(spec_of(config), start, stop, weights, cache_type=cache, group=place)
+    stage.prepare(CONTEXT, 64 << 20)
+    if place is not None and group is not None:
         place.join("all", group)
-        stages.append(stage)
-    return stages
+    return stage

@@ -378,6 +378,7 @@ FIELDS_OF_VERSION[12] = tuple(" ".join(sorted([*fields.split(), "mlock"])) for f
 FIELDS_OF_VERSION[13] = tuple(" ".join(sorted([*fields.split(), "keep_prefixes"])) for fields in FIELDS_OF_VERSION[12])
 FIELDS_OF_VERSION[14] = FIELDS_OF_VERSION[13]  # nodes give each other files of kept prefixes
 FIELDS_OF_VERSION[15] = FIELDS_OF_VERSION[14]  # caches are filled behind a frame that was passed on
+FIELDS_OF_VERSION[16] = FIELDS_OF_VERSION[15]  # nodes of groups answer tasks about prefixes
 
 
 def test_other_fields_are_another_version() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,8 +22,6 @@ from mdi.cli import launch
 from mdi.errors import DownloadError
 from mdi.serve.catalog import Catalog
 from tiny_models import tiny_hf, tiny_lit
-
-SRC = Path(__file__).parents[1] / "src"
 
 
 def _files(directory: Path) -> dict[str, bytes]:
@@ -254,18 +250,16 @@ def test_choose_files() -> None:
 
 
 def test_the_command_from_the_hub_to_chunks(hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a newcomer would call it: another process, HF_ENDPOINT set, then again without a hub."""
+    """As a newcomer would call it: HF_ENDPOINT set, then again without a hub."""
     words = ["org/plain", "--ckpt-folder", str(tmp_path / "m"), "--n-nodes", "2"]
-    command = [sys.executable, SRC / "prepare_model.py", *words]
-    env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    first = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
-    assert first.returncode == 0, first.stderr
+    assert launch("prepare-model", words) == 0
+    first = capsys.readouterr().out
     chunk = tmp_path / "m" / "org" / "plain" / "chunks" / "2nodes" / "model_secondary0.safetensors"
-    assert str(chunk) in first.stdout
+    assert str(chunk) in first
     assert load_file(chunk)
     n_requests = len(hub.requests)
     assert launch("prepare-model", words) == 0
-    assert capsys.readouterr().out == first.stdout
+    assert capsys.readouterr().out == first
     assert len(hub.requests) == n_requests
     index = json.loads((tmp_path / "m" / "org" / "plain" / MARKER).read_text())
     assert index["commit"] == hub.models["org/plain"].commit

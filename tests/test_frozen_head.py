@@ -108,6 +108,6 @@ def test_classes_read_the_same_rows_in_every_format(family: str, form: str, tmp_
     assert torch.equal(FrozenHead.of(source, Packing("float32", form), has_classes=True).normed(y), expected)
     if form in FOLDED_FORMATS and family != "pythia-14m":
         packed = PackedSource(source, Packing("float32", form))
-        with pytest.raises(CheckpointError, match="without the gains of their norms"):
+        with pytest.raises(CheckpointError, check=lambda e: e.code == "adapter"):
             FrozenHead.of(packed, packed.packing, has_classes=True)
         assert torch.isfinite(FrozenHead.of(packed, packed.packing, has_classes=False)(y)).all()

@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from litgpt.config import Config
 
-from mdi.families.gguf import Fields
+from gguf_files import rope_factors as expected_factors
+from mdi.families.gguf import Fields, fields_of, rope_factors
 from mdi.families.registry import family_in_gguf
+from mdi.model.plain import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 USUAL: dict[str, Any] = {
@@ -232,3 +235,39 @@ def test_a_latent_model_without_a_field_for_its_router_is_as_llama_cpp_takes_it(
 @pytest.mark.parametrize("arch", ["mamba", None, ["llama"], np.zeros(2)])
 def test_an_architecture_that_is_not_here(arch: Any) -> None:
     assert family_in_gguf(Fields({"general.architecture": arch}, {}, NUMBERS.__getitem__)) is None
+
+
+def a_config(**more: Any) -> Config:
+    sizes = {"n_layer": 2, "n_embd": 48, "n_head": 6, "n_query_groups": 3, "head_size": 8, "intermediate_size": 20}
+    return Config(**{**sizes, "block_size": 64, "rotary_percentage": 1.0, **more})
+
+
+@pytest.mark.parametrize("base, original", [(500000, 8192), (10000, 64), (16, 25)])
+def test_what_the_frequencies_of_a_scaled_rope_are_divided_by(base: int, original: int) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_max_seq_len": original}
+    config = a_config(rope_base=base, rope_adjustments=scaling)
+    found = rope_factors(ModelConfig.from_litgpt(config))
+    assert found is not None and found.dtype == np.float32
+    np.testing.assert_allclose(found, expected_factors(config), rtol=1e-6)
+    assert rope_factors(ModelConfig.from_litgpt(a_config())) is None
+
+
+def test_fields_that_say_nothing_are_left_out() -> None:
+    plain = {
+        "block_count": 2, "embedding_length": 48, "feed_forward_length": 20, "context_length": 64, "attention.head_count": 6,
+        "attention.head_count_kv": 3, "attention.key_length": 8, "attention.value_length": 8, "rope.dimension_count": 8,
+        "attention.layer_norm_epsilon": 1e-5, "rope.freq_base": 10000.0,
+    }  # fmt: skip
+    assert fields_of(ModelConfig.from_litgpt(a_config())) == plain
+    part = a_config(rotary_percentage=0.5)
+    assert fields_of(ModelConfig.from_litgpt(part)) == plain | {"rope.dimension_count": 4}
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
+    assert fields_of(ModelConfig.from_litgpt(a_config(rope_condense_ratio=2))) == plain | linear
+    assert fields_of(ModelConfig.from_litgpt(a_config(rope_adjustments={"factor": 2.0}))) == plain | linear
+    assert fields_of(ModelConfig.from_litgpt(a_config(rope_adjustments={"factor": 1.0}))) == plain
+    own = {"rope.freq_base": None, "expert_shared_count": 0}
+    expected = {name: value for name, value in plain.items() if name != "rope.freq_base"} | {"expert_shared_count": 0}
+    assert fields_of(ModelConfig.from_litgpt(a_config()), own) == expected
+    experts = a_config(mlp_class_name="LLaMAMoE", n_expert=4, n_expert_per_token=2, moe_intermediate_size=7)
+    more = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 7}
+    assert fields_of(ModelConfig.from_litgpt(experts)) == plain | more

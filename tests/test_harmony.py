@@ -306,6 +306,8 @@ def engine_that_says(written: str, reason: str) -> Any:
     reason, _, wait_s = reason.partition("+")
 
     class Texts:
+        has_next = False
+
         def __init__(self, inner: Any) -> None:
             self._inner = inner
 

@@ -61,7 +61,8 @@ def test_texts_are_those_of_the_whole_model(groups: Groups, checkpoint: Path, tm
         of_stage = [node for node in told if node["name"] in stage.members]
         assert len({tuple(node["layers"]) for node in of_stage}) == 1
         if stage.is_group:
-            assert of_stage[0]["heads"][0] == 0 and of_stage[-1]["heads"][1] == 6
+            heads = sorted(tuple(node["heads"]) for node in of_stage)
+            assert heads[0][0] == 0 and heads[-1][1] == 6
             assert len({node["reduces"] for node in of_stage}) == 1 and of_stage[0]["reduces"] > 0
 
 

@@ -7,7 +7,7 @@ import hashlib
 import os
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -222,12 +222,13 @@ def test_a_disk_that_takes_no_file_of_others(tmp_path: Path, cluster_key: KeyFil
     folders, n_layer = folders_of(tmp_path, 2), model_of(LLAMA).config.n_layer
     with kept_text(LLAMA, 2, folders, keys=cluster_key) as before:
         ids, n_files = [*before, *prompt(20, 2)], len(all_files(folders))
-        with (
-            kept(folders, keys=cluster_key, free=lambda: 0) as files,
-            ring(LLAMA, 2, files, cuts=(n_layer - 1,)) as made,
-        ):
-            assert ask(made, ids).ids == greedy(model_of(LLAMA), ids, 12)
-            assert made.engine.n_reused == 0 and made.tasks.qsize() < 5, "it is asked once"
+        with kept(folders, keys=cluster_key, free=lambda: 0) as files:
+            for turn in range(2):
+                with ring(LLAMA, 2, files, cuts=(n_layer - 1,)) as made:
+                    assert ask(made, ids).ids == greedy(model_of(LLAMA), ids, 12)
+                    assert made.tasks.qsize() < 7
+                    assert not turn or made.engine.n_reused == 0 and made.tasks.qsize() < 5, "it is asked once"
+                assert all([one.flush(DEADLINE_S) for one in files])
         assert len(all_files(folders)) <= n_files
 
 
@@ -485,6 +486,7 @@ class MadeUp:
     """Caches of blocks that have 1024 bytes in each page."""
 
     cache_type = "float32"
+    shares: Mapping[int, str] = {}
 
     def __init__(self, n_blocks: int) -> None:
         self._blocks = range(n_blocks)
@@ -539,7 +541,49 @@ def test_a_file_that_has_come_otherwise_makes_way_for_others(
         for _ in range(2):
             asked = full.answer(empty.answer(asked, caches), caches)
         assert not asked.wanted and not asked.files
-        assert len(all_files(folders[1:])) == 2
+        assert empty.flush(DEADLINE_S) and len(all_files(folders[1:])) == 2
+
+
+def test_a_file_of_another_node_is_of_use_before_it_is_written(tmp_path: Path, cluster_key: KeyFile) -> None:
+    """Another thread writes it."""
+    caches, folders, task, may_write = MadeUp(2), folders_of(tmp_path, 2), keep_task(1), threading.Event()
+    with (
+        kept(folders[:1], keys=cluster_key) as (full,),
+        kept(folders[1:], keys=cluster_key, free=lambda: may_write.wait(DEADLINE_S) << 40) as (empty,),
+    ):
+        assert full.answer(task, caches).is_done and full.flush(DEADLINE_S)
+        asked = replace(task, kind=FETCH)
+        for _ in range(2):
+            asked = full.answer(empty.answer(asked, caches), caches)
+        assert asked.is_done and not asked.wanted and not all_files(folders[1:])
+        assert empty.answer(replace(task, kind=FIND, stop=0, ends="1"), caches).ends == "1"
+        assert empty.answer(replace(task, kind=FILL), caches).is_done
+        may_write.set()
+        assert empty.flush(DEADLINE_S) and len(all_files(folders[1:])) == 2
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_disk_that_is_full_or_hangs_takes_no_more_files(
+    is_full: bool, tmp_path: Path, cluster_key: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_prefixes, "ROOM_S", DEADLINE_S if is_full else 0.0)
+    caches, folders, task, may_write = MadeUp(2), folders_of(tmp_path, 2), keep_task(1), threading.Event()
+
+    def free() -> int:
+        assert is_full or may_write.wait(DEADLINE_S)
+        return 0
+
+    with (
+        kept(folders[:1], keys=cluster_key) as (full,),
+        kept(folders[1:], keys=cluster_key, free=free) as (empty,),
+    ):
+        assert full.answer(task, caches).is_done and full.flush(DEADLINE_S)
+        monkeypatch.setattr(kept_prefixes, "WAITING_BYTES", 1)
+        with_files = full.answer(empty.answer(replace(task, kind=FETCH), caches), caches)
+        assert len(with_files.attached) == 2
+        assert not empty.answer(with_files, caches).is_done, "it took one of them"
+        may_write.set()
+        assert empty.flush(DEADLINE_S) and not all_files(folders[1:])
 
 
 def test_a_node_with_all_files_says_so_to_those_behind_that_have_none(tmp_path: Path) -> None:

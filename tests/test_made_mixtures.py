@@ -142,7 +142,7 @@ def test_means_that_say_nothing_count_all_inputs_alike(means: float) -> None:
 def test_numbers_that_are_not_finite_are_refused() -> None:
     rows = drawn("plain")
     rows[3, 5] = np.nan
-    with pytest.raises(CheckpointError, match="not finite"):
+    with pytest.raises(CheckpointError, match="^blk "):
         pack("q4_k", rows, "blk")
     with pytest.raises(UsageError, match="no multiple of the 256"):
         pack("q4_k", drawn("plain", n_in=192))

@@ -31,6 +31,18 @@ def test_a_frame_with_prompt_rows_takes_less_than_twice_as_long(decode_s: float,
     assert n_prompt == LEAST_ROWS or decode_s / 3 < n_prompt * row_s < decode_s, "and not slower than need be"
 
 
+def test_a_frame_is_compared_with_those_that_have_as_many_texts() -> None:
+    """At the end of texts that began together few decode, and their frames are short; the next ones begin behind them."""
+    row_s, pace, now = 0.002, PromptPace(), 0.0
+    for number in range(200):
+        n_decoding = 16 if number < 50 else 1 if number < 100 else 8
+        n_prompt = rows_beside(pace.doubling_rows, 1, n_decoding) if number >= 100 else 0
+        pace.sent(plan_of(number, n_prompt, n_decoding), now)
+        now += 0.007 + 0.003 * n_decoding + n_prompt * row_s
+        pace.returned(number, now)
+    assert 0.031 / 3 < n_prompt * row_s < 0.031
+
+
 @pytest.mark.parametrize("tile", [8, 16, 32])
 @pytest.mark.parametrize("scatter", [0.0, 0.4])
 def test_rows_that_cost_nothing_until_a_tile_is_full_are_not_taken_for_cheap(tile: int, scatter: float) -> None:

@@ -442,7 +442,7 @@ def test_two_models_that_are_given_up_at_the_same_time(monkeypatch: pytest.Monke
         async def wait_for_change(self) -> None:
             await asyncio.sleep(0)
 
-        async def notify(self) -> None: ...
+        def notify(self) -> None: ...
 
         async def ask(self, what: str, args: dict[str, Any], timeout_s: float) -> dict[str, Any]:
             if what == "load":

@@ -27,7 +27,7 @@ from mdi.net.keys import KeyFile, new_secret, write_keys
 from mdi.run.ring_prefixes import StarterPrefixes
 from mdi.spec.arithmetic import Arithmetic
 from mdi.spec.model_id import Formats
-from mdi.spec.options import StarterOptions
+from mdi.spec.options import ParallelOptions, StarterOptions
 from test_kept_prefixes import MadeUp, keep_task, kept
 
 OWNER = f"{'0' * 16}-{'1' * 16}"
@@ -66,6 +66,7 @@ def of_ring(
         {"options": StarterOptions(quantize_head="int8")},
         {"options": StarterOptions(wire_dtype="fp16")},
         {"options": StarterOptions(dtype="float32")},
+        {"is_shared": True},
     ],
     ids=str,
 )
@@ -77,7 +78,25 @@ def test_whatever_the_numbers_depend_on_makes_other_keys(other: dict[str, Any], 
 
 @pytest.mark.parametrize(
     "other",
-    [{"is_shared": True}, {"options": StarterOptions(verify=0.5)}, {"arithmetic": replace(INT8, unit="cuda")}],
+    [
+        {"arithmetic": replace(INT8, share=(0, (0, 3, 6), (0, 32, 64)))},
+        {"arithmetic": replace(INT8, share=(0, (0, 2, 6), (0, 64, 64)))},
+        {"options": StarterOptions(parallel=ParallelOptions(algorithm="ring"))},
+        {"options": StarterOptions(parallel=ParallelOptions(reduce_dtype="fp16"))},
+    ],
+    ids=str,
+)
+def test_other_shares_and_other_sums_in_groups_make_other_keys(other: dict[str, Any], tmp_path: Path) -> None:
+    """All rows come from sums over all shares, whichever of them a node has."""
+    own = {"arithmetic": replace(INT8, share=(0, (0, 2, 6), (0, 32, 64))), "is_shared": True}
+    first, again, changed = (of_ring(tmp_path, **one) for one in (own, own, own | other))
+    assert first is not None and again is not None and changed is not None
+    assert first.seed == again.seed != changed.seed
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"options": StarterOptions(verify=0.5)}, {"arithmetic": replace(INT8, unit="cuda")}],
     ids=str,
 )
 def test_rings_that_could_not_use_them_keep_none(other: dict[str, Any], tmp_path: Path) -> None:

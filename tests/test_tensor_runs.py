@@ -95,8 +95,9 @@ def test_texts_are_those_of_the_whole_model(
     assert ids == [list(reference(text, 8)) for text in PROMPTS]
     told = metrics.to_json()
     assert told["parallel"] == "tensor"
-    assert [node["heads"][1] for node in told["nodes"]][-1] == 6
-    assert [node["heads"][0] for node in told["nodes"]][1:] == [node["heads"][1] for node in told["nodes"]][:-1]
+    heads = {node["name"]: node["heads"] for node in told["nodes"]}
+    heads = [heads[name] for name in ("starter", *(f"secondary{i}" for i in range(n_nodes - 1)))]  # as they are listed
+    assert [first for first, _ in heads] == [0, *(end for _, end in heads[:-1])] and heads[-1][1] == 6
     assert len({node["reduces"] for node in told["nodes"]}) == 1 and told["nodes"][0]["reduces"] > 0
     assert all(0 < node["reduce_median_s"] <= node["reduce_s"] for node in told["nodes"])
     whole = sum(node["weights_resident_bytes"] for node in told["nodes"])

@@ -132,7 +132,7 @@ def test_what_was_trained_is_served_as_an_adapter(tmp_path: Path) -> None:
                     found[f"{layer}.weight"][int(first) : int(first) + b.shape[1]] += b.T @ a
             for name, weight in found.items():
                 assert np.abs(weight - merged[name].float().numpy()).max() < 1e-5, name
-        with pytest.raises(CheckpointError, match="trained on other weights"):
+        with pytest.raises(CheckpointError, check=lambda e: e.code == "adapter"):
             open_adapter(AdapterName("a", out / "adapter"), 1, source.config, lambda: "other")
     assert train(base, dataset, *flags, "--lora-targets", "head", "--out", tmp_path / "head") == 0
     assert not (tmp_path / "head" / "adapter").exists()

@@ -33,7 +33,9 @@ def torchrun(n_processes: int, *argv: object) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("dense", marks=pytest.mark.slow), "experts"]
+)  # which has the dense layers, too
 def test_two_processes_give_the_losses_of_one(tmp_path: Path, kind: str) -> None:
     dataset = make_dataset(tmp_path / "data")
     # More experts than a batch can choose, so that some get no token.

@@ -49,22 +49,36 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, n_steps: int, number: int = si
     monkeypatch.setattr(Trainer, "step", interrupted)
 
 
-@pytest.mark.parametrize("n_steps", [2, 8, 12])
-@pytest.mark.parametrize("kind", ["scratch", "bfloat16", "lora"])
-def test_the_curve_after_a_resume_is_that_of_the_uninterrupted_run(
-    tmp_path: Path, dataset: Path, base: Path, kind: str, n_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders = tmp_path / "whole", tmp_path / "parts"
+def arguments_of(kind: str, base: Path, dataset: Path, folder: Path) -> tuple[object, ...]:
     if kind == "lora":
-        more = ("--init", "finetune", "--lora-r", 4, "--lora-dropout", 0.3)
-        argv = [(base, dataset, *FLAGS, *more, "--out", folder) for folder in folders]
-    else:
-        more = ("--dtype", "bfloat16") if kind == "bfloat16" else ()
-        argv = [(make_shape(folder), dataset, *FLAGS, *more) for folder in folders]
-    assert train(*argv[0]) == 0
+        return (base, dataset, *FLAGS, "--init", "finetune", "--lora-r", 4, "--lora-dropout", 0.3, "--out", folder)
+    return (make_shape(folder), dataset, *FLAGS, *(("--dtype", "bfloat16") if kind == "bfloat16" else ()))
+
+
+@pytest.fixture(scope="module", params=["scratch", "bfloat16", "lora"])
+def uninterrupted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, base: Path, dataset: Path
+) -> tuple[str, Path]:
+    """A kind of training, and the folder of a run of it that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    assert train(*arguments_of(request.param, base, dataset, folder)) == 0
+    return request.param, folder
+
+
+@pytest.mark.parametrize("n_steps", [2, 8, 12])
+def test_the_curve_after_a_resume_is_that_of_the_uninterrupted_run(
+    tmp_path: Path,
+    dataset: Path,
+    base: Path,
+    uninterrupted: tuple[str, Path],
+    n_steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind, whole = uninterrupted
+    folders = whole, tmp_path / "parts"
     with monkeypatch.context() as patched:
         interrupt_at(patched, n_steps)
-        assert train(*argv[1]) == 130
+        assert train(*arguments_of(kind, base, dataset, folders[1])) == 130
     assert len(losses(folders[1])) == n_steps + 1
     # Nothing but the two folders is said again: the settings are those that the run began with.
     assert train_with("--init", "resume", "--ckpt", folders[1], "--dataset", dataset, "--device", "cpu") == 0

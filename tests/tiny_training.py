@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import random
 from pathlib import Path
+from unittest.mock import patch
 
 import yaml
 
@@ -74,10 +75,11 @@ def train(ckpt: Path, dataset: Path, *more: object) -> int:
 
 
 def train_with(*argv: object) -> int:
-    """train.py with these flags and no others."""
+    """train.py with these flags and no others; without the figure of the losses, which takes longer than such a training."""
     parser = Parser(Options)
     cli_train.add_arguments(parser)
-    return cli_train.run(parser.parse_args([str(arg) for arg in argv]))
+    with patch.object(cli_train, "draw_losses"):
+        return cli_train.run(parser.parse_args([str(arg) for arg in argv]))
 
 
 def losses(folder: Path) -> list[dict[str, str]]:

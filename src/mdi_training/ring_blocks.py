@@ -1,4 +1,4 @@
-"""The blocks of a run's nodes as a module of torch, for programs of one's own: hidden states in, hidden states out, gradients.
+"""The blocks of a run's nodes as a module of torch, for programs of one's own: rows in, rows out, gradients.
 
 with Run(nodes, options, n_tokens=64, n_texts=1, gradients=True) as run:
     blocks = RingBlocks(run)

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Started by another script, which gives them numbers: round_trip by overheads, window_peer by window.
-CHILDREN = {"round_trip.py", "window_peer.py"}
+CHILDREN = {"window_peer.py"}  # started by another script, which gives it numbers
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "benchmarks").glob("*.py")

@@ -70,4 +70,6 @@ def test_only_formats_that_a_command_takes_are_offered(tmp_path: Path, capsys: p
             assert form not in offered[name], name
         else:
             assert form in offered[name], name
+    (of_head,) = completed("complete_of mdi run --quantize-head ''\n", tmp_path, capsys)
+    assert set(of_head.split()) == {*PACKED, AUTO, OWN}, "a mixture is one of a whole model"
     assert AUTO not in offered["finetune"] + offered["prepare-model"]

@@ -17,6 +17,7 @@ from test_mdns import DEADLINE_S, command, environment
 
 from caches import own_cache
 from cluster_keys import key_file
+from mdi.cli import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
@@ -32,6 +33,17 @@ FLAGS = (
     1,
     "--json",
 )
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The sample of one node, in this process."""
+    monkeypatch.setenv("MDI_KEY_FILE", "")
+    capsys.readouterr()
+    assert launch("sample", [*map(str, FLAGS)]) == 0
+    (sample,) = json.loads(capsys.readouterr().out)["samples"]
+    assert isinstance(sample, dict)
+    return sample
 
 
 class Running:
@@ -68,13 +80,9 @@ class Running:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="network namespaces are Linux's")
-def test_boards_join_and_generate(tmp_path: Path) -> None:
+def test_boards_join_and_generate(alone: dict[str, Any], tmp_path: Path) -> None:
     """One board announces itself, one is only known from its joining, and one dials the starter, as behind a router."""
     key = key_file(tmp_path / "cluster.key").path
-    alone = subprocess.run(
-        [sys.executable, "-m", "mdi.cli", "sample", *map(str, FLAGS)],
-        capture_output=True, text=True, timeout=DEADLINE_S, env={**environment(tmp_path), "MDI_KEY_FILE": ""}, check=True,
-    )  # fmt: skip
     running: list[Running] = []
     with network(4) as hosts:
         addr = hosts[0][1]
@@ -92,7 +100,7 @@ def test_boards_join_and_generate(tmp_path: Path) -> None:
         finally:
             for process in reversed(running):
                 process.end()
-    assert [sample["token_ids"] for sample in samples] == [s["token_ids"] for s in json.loads(alone.stdout)["samples"]]
+    assert [sample["token_ids"] for sample in samples] == [alone["token_ids"]]
 
 
 ASK = """
@@ -106,15 +114,11 @@ PROXY = "http://10.77.0.250:3128"  # nobody; what nodes say to each other must n
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="network namespaces are Linux's")
-def test_three_boxes_three_commands(tmp_path: Path) -> None:
+def test_three_boxes_three_commands(alone: dict[str, Any], tmp_path: Path) -> None:
     """No key, no file: a server prints one line for both boards. One has no multicast. The server knows them again later.
 
     Then a board comes that is invited on the page.
     """
-    alone = subprocess.run(
-        [sys.executable, "-m", "mdi.cli", "sample", *map(str, FLAGS)],
-        capture_output=True, text=True, timeout=DEADLINE_S, env=environment(tmp_path) | {"MDI_KEY_FILE": ""}, check=True,
-    )  # fmt: skip
     running: list[Running] = []
 
     def start(host: int, *words: object) -> Running:
@@ -158,5 +162,4 @@ def test_three_boxes_three_commands(tmp_path: Path) -> None:
         finally:
             for process in reversed(running):
                 process.end()
-    (sample,) = json.loads(alone.stdout)["samples"]
-    assert first == sample["text"]
+    assert first == alone["text"]

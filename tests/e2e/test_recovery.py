@@ -12,7 +12,8 @@ import pytest
 
 from processes import SOON_S, Cluster, Reader, Result, Spawn, Starter, meanwhile, wait_for_tokens
 
-N_TOKENS = 1500  # so that a run lasts until something has happened in the middle of it
+N_TOKENS = 600  # so that a run lasts until something has happened in the middle of it
+MANY_TOKENS = 4500  # until a process has started, too
 
 FLAGS: list[tuple[object, ...]] = [
     (),
@@ -162,10 +163,10 @@ def test_a_node_that_is_back_is_taken_in_again(
         nodes.start(1)
         nodes[1].wait_for("waits for its starter")
 
-    flags = ("--silence-s", 1.5, "--n-tokens", 3 * N_TOKENS, "--n-samples", 2)
+    flags = ("--silence-s", 1.5, "--n-tokens", MANY_TOKENS, "--n-samples", 2)
     with disturbed(nodes, lambda: nodes[1].signal(signal.SIGKILL), start_later, n_samples=2):
         result = run(starter, endless, nodes.nodes_file(3), *flags)
-    assert [len(ids) for ids in result.token_ids] == [3 * N_TOKENS] * 2
+    assert [len(ids) for ids in result.token_ids] == [MANY_TOKENS] * 2
     assert "secondary1 joins the ring" in result.err and result.json["n_nodes"] == 3
     assert all(one == result.token_ids[0] for one in result.token_ids)
 

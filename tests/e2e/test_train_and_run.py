@@ -21,6 +21,7 @@ from tiny_training import argv_of, make_dataset, make_shape
 def test_a_trained_checkpoint_goes_straight_into_a_ring(spawn: Spawn, tmp_path: Path, which: str) -> None:
     dataset, ckpt = make_dataset(tmp_path / "data"), make_shape(tmp_path / "mine", n_layer=4)
     assert launch("train", argv_of(ckpt, dataset, "--max-iters", 30, "--save-dtype", "float32")) == 0
+    assert (ckpt / "losses.png").stat().st_size > 10_000, "the curve is drawn"
     if which == "finetuned":
         more = ("--init", "finetune", "--lora-r", 4, "--max-iters", 10, "--lora-targets", "query,mlp,head")
         assert launch("train", argv_of(ckpt, dataset, *more)) == 0

@@ -103,7 +103,7 @@ def test_halves_of_bytes_are_those_that_numpy_makes(kind: str, form: str) -> Non
         pack_halves(expected, lambda at, rows=rows: gguf.halves_of(kind, rows[at], "w"))
         assert np.array_equal(found.data, expected.data)
         rows[-1, size - 17] = 0x7C if form == "int4" else 253
-        with pytest.raises(CheckpointError, match="blk.7 has numbers that are not finite"):
+        with pytest.raises(CheckpointError, match="^blk.7 "):
             pack_blocks(found, lambda at, rows=rows: rows[at], "blk.7")
 
 
@@ -123,7 +123,7 @@ def test_several_threads_make_the_bytes_of_one(monkeypatch: pytest.MonkeyPatch) 
         pack_blocks(found, read)
         assert np.array_equal(found.data, expected.data) and len(seen) > 3
     rows[n_out - 1, 1] = 0x7C  # the last piece
-    with pytest.raises(CheckpointError, match="not finite"):
+    with pytest.raises(CheckpointError):
         pack_blocks(found, read)
 
 

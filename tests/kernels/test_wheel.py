@@ -15,6 +15,7 @@ import pytest
 
 from mdi.checkpoint.source import LitCheckpoint
 from mdi.kernels import build
+from mdi.kernels.library import NOTE
 from mdi.text.tokenizer import read_tokenizer
 from tiny_kernels import write_tiny_kernels
 
@@ -92,6 +93,8 @@ def test_without_a_compiler_the_sources_are_installed(project: Path) -> None:
     (wheel,) = _setup(project, "bdist_wheel", CXX="no-such-c++")
     assert wheel.stem.endswith("-py3-none-any")
     assert not _libraries(wheel)
+    with zipfile.ZipFile(wheel) as file:
+        assert b"no-such-c++" in file.read(f"mdi/kernels/{NOTE}"), "why, for the first use"
 
 
 def test_the_embedded_model_comes_with_all_its_weights_in_a_form_that_needs_no_torch(project: Path) -> None:

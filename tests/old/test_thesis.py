@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import subprocess
@@ -27,7 +28,8 @@ from thesis_numbers import BY_KEY, MODELS  # noqa: E402
 
 def run_of(times_s: list[float], rss: list[int], asked: int = BY_KEY["nano-llama"].n_tokens) -> dict[str, Any]:
     points = [[time_s, n] for n, time_s in enumerate(times_s, 1)]
-    return {"points": points, "nodes": [{"peak_rss_bytes": n} for n in rss], "load_before": 0.5, "asked": asked}
+    told = {"date": "2026-01-02 10:00", "machine": "a machine", "loopback": False}
+    return {"points": points, "nodes": [{"peak_rss_bytes": n} for n in rss], "asked": asked, **told}
 
 
 def test_cuts_are_those_that_the_systems_take() -> None:
@@ -62,7 +64,7 @@ def test_report_fills_the_page_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     page.parent.mkdir()
     page.write_text((BENCHMARKS.parent / "docs" / "seeds.md").read_text(encoding="utf-8"), encoding="utf-8")
     runs = {f"nano-llama/{n}": run_of([0.1 * i for i in range(1, 31)], [2_000_000_000 // n] * n) for n in (1, 2, 3)}
-    data = {"date": "2026-01-02", "machine": "a machine", "runs": runs}
+    data = {"runs": runs}
     for _ in range(2):  # what it has written is found again
         thesis_report.write_report(data, tmp_path, tmp_path)
         text = page.read_text(encoding="utf-8")
@@ -75,7 +77,8 @@ def test_report_fills_the_page_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "| 2.60; 1.76 / 1.76; 1.34 / 1.46 / 1.46 |" in text
         )
         monkeypatch.setattr(thesis_report, "save", lambda figure, path: None)  # once is enough, and takes a second
-        assert text.count("2026-01-02") == 1 and "3 of the 27 runs" in text and "Not trained yet." in text
+        words = " ".join(text.split())  # without the ends of lines
+        assert text.count("2026-01-02") == 1 and "3 of the 27 runs" in words and "Not trained yet." in words
     assert {path.name for path in (tmp_path / "assets").iterdir()} == {"thesis-llama.svg", "thesis-memory.svg"}
     runs["nano-llama/2"] = run_of([0.1], [1, 1], asked=16)
     thesis_report.write_report(data, tmp_path, tmp_path)
@@ -132,9 +135,31 @@ def test_time_left_follows_what_the_runs_took(monkeypatch: pytest.MonkeyPatch) -
         assert clock.end() == (took_s, pytest.approx(left_s))
 
 
+def test_an_evaluation_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is there is not run again, one that would end too late is not begun, and each is written at once."""
+    model, path = BY_KEY["nano-llama"], tmp_path / "thesis.json"
+    results = thesis.Results(path)
+    results.add("nano-llama/1", run_of([1.0], [1]))
+    begun = []
+
+    def measured(case: thesis.Case) -> dict[str, Any]:
+        begun.append(case.n_nodes)
+        return {**run_of([1.0, 2.0], [1] * case.n_nodes), "n_tokens": 2}
+
+    monkeypatch.setattr(thesis, "measured_run", measured)
+    monkeypatch.setattr(thesis, "checkpoint_of", lambda *_: tmp_path)
+    args = argparse.Namespace(tokens=None, quick=False, nodes=[1, 2, 3], again=False, keep=True, loopback=True)
+    args.work_dir, args.within = tmp_path, thesis.expected_s(model, 2, model.n_tokens) + 1
+    assert model.seconds[2] < args.within - thesis.START_S < model.seconds[3], "the third would end later"
+    assert thesis.measure(args, [model], results) == 0 and begun == [2]
+    assert set(thesis.Results(path).runs) == {"nano-llama/1", "nano-llama/2"}
+
+
+@pytest.mark.slow  # a program of measurements, which starts three more
 def test_the_program_runs_a_model_and_forgets_its_weights(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
-    command = ["--only", "nanogpt-9", "--nodes", "2", "--tokens", "3", "--no-docs", "--work-dir", tmp_path / "work"]
+    command = ["--only", "nanogpt-9", "--nodes", "2", "--tokens", "3", "--no-docs", "--loopback"]
+    command += ["--work-dir", tmp_path / "work"]
     done = subprocess.run(
         [sys.executable, BENCHMARKS / "thesis.py", *command, "--results", results],
         capture_output=True, text=True, timeout=180,
@@ -147,7 +172,7 @@ def test_the_program_runs_a_model_and_forgets_its_weights(tmp_path: Path) -> Non
     assert [node["layers"] for node in runs["nanogpt-9/2"]["nodes"]] == [[0, 4], [4, 9]]
     assert "[1/1] NanoGPT, 9 blocks on 2" in done.stdout and "0 min left" in done.stdout
     assert not (tmp_path / "work" / "nanogpt-9").exists()
-    assert (tmp_path / "thesis-nanogpt.svg").stat().st_size > 1000
+    assert (tmp_path / "work" / "thesis-nanogpt.svg").stat().st_size > 1000
 
 
 # Rows and columns of equations 4.1 to 4.7, and their bytes: whole texts of NanoGPT and GPT-2, a token of the Llamas.

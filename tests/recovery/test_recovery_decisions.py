@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdi.errors import RingError
-from mdi.run.cut import Holder, cut, slowest_s
+from clusters import cluster, model, node
+from mdi.errors import Code, ControlError, NodeLostError, RingError, UsageError
+from mdi.placement.model import Workload
+from mdi.placement.profile import DEFAULT_BYTES_S, LinkProfile
+from mdi.run.cut import LOAD_BYTES_S, READ_BYTES_S, Holder, MovingCut, better_with, cut, slower_links, slowest_s
 from mdi.run.policy import (
     Absences,
     Answer,
@@ -25,6 +29,8 @@ from mdi.run.policy import (
     Wait,
     in_place,
     present_holders,
+    taken_over,
+    with_hot_spares,
     with_the_rest,
 )  # fmt: skip
 from mdi.run.report import Records
@@ -78,6 +84,93 @@ def test_blocks_go_to_those_that_are_left_and_to_all_spares() -> None:
     assert with_the_rest(RING, frozenset({"starter"}), [], {}, lambda stages, most: None) is None
 
 
+# Hot spares
+
+
+def hot_before(wanted: Sequence[str], spares: Sequence[str], **more: Any) -> list[str]:
+    """Names of the ring, those of hot spares with a star."""
+    ring = with_hot_spares(RING, wanted, spares, **more)
+    assert all(
+        (one.start, one.stop) == (after.start, after.stop) for one, after in itertools.pairwise(ring) if one.is_hot
+    )
+    return [f"{stage.name}*" if stage.is_hot else stage.name for stage in ring]
+
+
+def test_hot_spares_stand_before_the_nodes_that_are_named_and_then_before_the_largest() -> None:
+    assert hot_before(["auto"], ["x", "y"]) == ["starter", "a", "x*", "b"]
+    assert hot_before(["a"], ["x", "y"]) == ["starter", "x*", "a", "b"]
+    assert hot_before(["auto", "a"], ["x", "y"]) == ["starter", "x*", "a", "y*", "b"]
+    assert hot_before(["starter"], ["x"]) == ["starter", "a", "x*", "b"], "the starter has none"
+    assert hot_before(["auto", "auto"], ["x"]) == ["starter", "a", "x*", "b"], "as far as there are spares"
+    assert hot_before(["auto"], ["a"]) == ["starter", "a", "b"], "which has its place in the ring"
+    assert hot_before([], ["x"]) == ["starter", "a", "b"]
+
+
+def test_a_hot_spare_that_has_the_blocks_is_taken_first() -> None:
+    had = {"before": (Stage("x", 5, 8), Stage("y", 4, 9), Stage("z", 5, 9))}
+    assert hot_before(["auto"], ["x", "y", "z"], **had) == ["starter", "a", "z*", "b"]
+    assert hot_before(["a"], ["x", "y", "z"], **had) == ["starter", "x*", "a", "b"]
+    assert hot_before(["b", "a"], ["x", "z"], **had, may_load=False) == ["starter", "a", "z*", "b"]
+
+
+def test_who_takes_the_place_of_whom() -> None:
+    ring = with_hot_spares(RING, ["b"], ["x"])
+    assert Form(ring, is_moved=False).hot == {"x"} and Form(ring, is_moved=False).counts == (2, 3, 4)
+    for lost, expected in (("", "b"), ("b", "x"), ("x", "b"), ("bx", "b"), ("a", "b")):
+        found = taken_over(ring, lambda name, lost=lost: name in lost)
+        assert [stage.name for stage in found] == ["starter", "a", expected] and not any(s.is_hot for s in found)
+
+
+def test_who_has_the_blocks_of_a_lost_node() -> None:
+    stages = (Stage("a", 0, 2), Stage("x", 2, 5, is_hot=True), Stage("b", 2, 5), Stage("c", 5, 6))
+    assert present_holders(Stage("lost", 1, 5), stages) == ("a", "b")
+    assert present_holders(Stage("lost", 2, 5), stages) == ("b",)
+    assert present_holders(Stage("lost", 5, 9), stages) == ("c",)
+    assert present_holders(Stage("lost", 3, 3), stages) == ()
+
+
+def test_a_ring_gets_the_hot_spares_that_it_lacks() -> None:
+    policy = Policy(RING, ["x", "y"], no_cut, 6.0, hot=["auto"])
+    found = policy.with_spare(RING, ["y"])
+    assert found is not None and found.names == ("starter", "a", "y", "b")
+    assert (found.is_moved, found.fresh, found.hot) == (False, {"y"}, {"y"})
+    assert policy.with_spare(found.stages, ["x"]) is None, "it lacks none"
+    assert policy.with_spare(RING, ["stranger"]) is None
+    short = (Stage("starter", 0, 2), Stage("a", 2, 9))
+    for free, expected in ((["b", "x"], "x"), (["b"], "b")):
+        found = policy.with_spare(short, free)
+        assert found is not None and found.names == ("starter", expected, "a")
+
+
+def test_a_better_ring_that_cannot_be_prepared_is_tried_again_only_if_a_node_was_lost() -> None:
+    form = Form(RING, is_moved=True)
+    for error, failed, is_refused in (
+        (UsageError("no disk"), "x", True), (NodeLostError("x", "gone"), "x", False), (NodeLostError("x", "gone"), None, True),
+        (ControlError("it goes", code=Code.LEAVING), "x", False), (NodeLostError("a", "gone"), "a", True),
+    ):  # fmt: skip
+        policy = Policy(RING, [], no_cut, 6.0)
+        for _ in range(2):  # after the first loss a node may come back at once
+            policy.refuse(form, error, failed, 100.0)
+        assert (policy.refused is form) == is_refused == policy.may_use("x", 100.0), error
+        assert policy.may_use("x", 106.0)
+
+
+# Answers
+
+
+@pytest.mark.parametrize("memory, expected", [
+    ({"available_bytes": 7}, 7), ({"available_bytes": True}, 0), ({"available_bytes": "7"}, 0), ({}, 0), ([7], 0), (None, 0),
+])  # fmt: skip
+def test_what_a_node_answers_is_not_believed(memory: Any, expected: int) -> None:
+    told = {"memory": memory, "process": "p", "state": "IDLE", "leaving": False}
+    found = Answer.from_json("a", told)
+    assert found == Answer("a", "p", "IDLE", expected, False) and found.is_free
+    assert not Answer.from_json("a", told | {"leaving": True}).is_free
+    assert Answer.from_json("a", told | {"leaving": 1}).is_free
+    assert not Answer.from_json("a", told | {"state": "RUNNING"}).is_free
+    assert Answer.from_json("a", {}) == Answer("a", "", "", 0, False)
+
+
 # Cuts
 
 
@@ -87,6 +180,40 @@ def holders(*nodes: tuple[tuple[int, int], float, float, float]) -> list[Holder]
         Holder(str(k), has, block_s, 0.0, move_s, n_bytes, least=min(k, 1))
         for k, (has, block_s, move_s, n_bytes) in enumerate(nodes)
     ]
+
+
+def test_a_pair_is_as_slow_as_its_slower_direction() -> None:
+    names = ("starter", "a", "b", "c")
+    links = tuple(LinkProfile(x, y, 2e-4, 1e8) for x in names for y in names if x != y)
+    profile, usual = cluster(*map(node, names), links=links), 2e-4 + 1e5 / 1e8
+    others = {(x, y): usual for x in names for y in names if x != y}
+    for way, back in ((0.2, 0.5), (0.5, 0.2), (0.5, usual), (usual, 0.5)):
+        found = slower_links(profile, others | {("a", "b"): way, ("b", "a"): back, ("a", "gone"): 9.0}, 1e5)
+        slow = {pair: seconds for pair, seconds in found.items() if seconds}
+        assert slow == {("a", "b"): pytest.approx(0.5 - usual), ("b", "a"): pytest.approx(0.5 - usual)}
+    assert slower_links(profile, others | {("a", "b"): 2 * usual + 0.0099}, 1e5) == {}
+    assert slower_links(profile, others | {("a", "b"): 2 * usual + 0.0101}, 1e5) != {}
+
+
+def test_seconds_of_moving_and_of_a_frame_without_measurements() -> None:
+    shape = model(6, head_bytes=1e9)
+    moving = MovingCut(shape, None, Workload(4, 100), 1e9, lambda: 1)
+    ring = (Stage("starter", 0, 2), Stage("a", 2, 4), Stage("b", 0, 0))
+    load_s, link_s = 1e9 / LOAD_BYTES_S, 1e9 / DEFAULT_BYTES_S
+    assert moving.moving_s(ring, (1, 3, 2)) == pytest.approx(3 * (load_s + link_s)), "a gets one, and b two"
+    assert moving.moving_s(ring, (4, 0, 2)) == pytest.approx(2 * load_s + 2 * (load_s + link_s))
+    block_s, head_s = shape.reference.weight_bytes / READ_BYTES_S, 1e9 / READ_BYTES_S
+    assert moving.round_s(ring, (0, 1, 5)) == pytest.approx(max(head_s, 5 * block_s))
+    assert moving.round_s(ring, (6, 0, 0)) == pytest.approx(head_s + 6 * block_s)
+
+
+def test_one_more_node_stands_where_the_fewest_blocks_move() -> None:
+    shape = model(6, head_bytes=0)
+    moving = MovingCut(shape, None, Workload(4, 100), 1e9, lambda: 10**6)
+    ring = (Stage("starter", 0, 3), Stage("a", 3, 6))
+    found = better_with(ring, "b", moving)
+    assert found is not None and found.names == ("starter", "b", "a") and found.counts == (2, 2, 2)
+    assert better_with(found.stages, "c", moving) is None, "one of four still has two"
 
 
 def test_few_rounds_move_few_blocks_and_many_rounds_make_the_stages_even() -> None:

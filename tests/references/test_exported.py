@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -38,16 +37,13 @@ EXPORTED = (
 
 
 @pytest.fixture(scope="module")
-def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def computed(tmp_path_factory: pytest.TempPathFactory, transformers: Callable[..., str]) -> Path:
     """A folder for each exported model, with transformers' logits: all from one process, which takes long to begin."""
     folder = tmp_path_factory.mktemp("exported")
     for name in EXPORTED:
         export_hf(open_source(folder_of(name, folder)[0]), folder, folder / name)
         shutil.copy(LOGITS / name / "ids.json", folder / name)
-    python, folders = LOGITS.parent / "bin" / "python", [str(folder / name) for name in EXPORTED]
-    subprocess.run(
-        [str(python), "-c", PROGRAM, *folders], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=600
-    )
+    transformers(PROGRAM, *(folder / name for name in EXPORTED))
     return folder
 
 

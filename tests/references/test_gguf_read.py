@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from caches import own_cache
 from gguf_files import write_gguf
 from mdi.checkpoint.source import open_source
-from references.test_logits import LOGITS, logits_of, pytestmark, same, stages_of
+from references.test_logits import logits_of, pytestmark, same, stages_of
 from tiny_models import tiny_state
 
 __all__ = ["pytestmark"]
@@ -43,7 +42,7 @@ N_IDS = 50
 
 
 @pytest.fixture(scope="module")
-def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def computed(tmp_path_factory: pytest.TempPathFactory, transformers: Callable[..., str]) -> Path:
     """A folder for each file, with transformers' logits: all from one process, which takes long to begin."""
     folder = tmp_path_factory.mktemp("gguf")
     for name, (family, matrices, changes) in CASES.items():
@@ -53,10 +52,7 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_gguf(folder / name / "m.gguf", family, config, state, matrices)
         ids = np.random.default_rng(1).integers(0, config.padded_vocab_size, N_IDS)
         (folder / name / "ids.json").write_text(json.dumps(ids.tolist()))
-    python, folders = LOGITS.parent / "bin" / "python", [str(folder / name) for name in CASES]
-    subprocess.run(
-        [str(python), "-c", PROGRAM, *folders], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=600
-    )
+    transformers(PROGRAM, *(folder / name for name in CASES))
     return folder
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from mdi_training.examples import Example
 from mdi_training.frozen_head import FrozenHead
 from mdi_training.ring_training import TunedModel
 from mdi_training.tuned_tensors import TuningKind, new_tensors
-from references.test_logits import LOGITS, folder_of, pytestmark
+from references.test_logits import folder_of, pytestmark
 
 __all__ = ["pytestmark"]
 PROGRAM = """
@@ -85,7 +84,7 @@ def learned(name: str, kind: TuningKind, folder: Path) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def gradients(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory: pytest.TempPathFactory, transformers: Callable[..., str]
 ) -> dict[str, tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """Of each case: ours, and peft's."""
     folder = tmp_path_factory.mktemp("gradients")
@@ -93,11 +92,7 @@ def gradients(
     for case, (name, kind) in CASES.items():
         (folder / case).mkdir()
         ours[case] = learned(name, kind, folder / case)
-    python = LOGITS.parent / "bin" / "python"
-    folders = [str(folder / case) for case in CASES]
-    subprocess.run(
-        [python, "-c", PROGRAM, *folders], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=600
-    )
+    transformers(PROGRAM, *(folder / case for case in CASES))
     return {case: (own, dict(np.load(folder / case / "found.npz"))) for case, own in ours.items()}
 
 

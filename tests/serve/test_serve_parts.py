@@ -343,7 +343,7 @@ def test_an_adapter_that_is_being_unloaded_does_not_come_back(monkeypatch: pytes
             self.is_waited_for = True
             await asyncio.sleep(0)
 
-        async def notify(self) -> None: ...
+        def notify(self) -> None: ...
 
         async def ask(self, what: str, args: dict[str, Any], timeout_s: float) -> dict[str, Any]:
             if what == "load":

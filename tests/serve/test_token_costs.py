@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import MutableMapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,8 +13,16 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import generate_latest
 
+from mdi.serve import openai
 from mdi.serve.api import Connection
+from mdi.serve.completions import COMPLETIONS, Completion
+from mdi.serve.endpoint import Exchange, compact
+from mdi.serve.engine_client import GeneratedTexts, TextEvent
 from mdi.serve.prometheus import TOKEN_BUCKETS_S, ApiMetrics
+from mdi.serve.quotas import Quotas
+from mdi.serve.request import Opened
+from mdi.text.answers.events import End, Text
+from mdi.text.drawing import OWN
 
 ASKED = {
     "GET": b"GET / HTTP/1.1\r\nhost: a\r\n\r\n",
@@ -48,6 +59,62 @@ def test_nothing_is_sent_of_a_stream_whose_end_has_been_sent() -> None:
         made.send(event)
     with pytest.raises(h11.LocalProtocolError):
         made.send(h11.Data(data=b"b"))
+
+
+def test_tokens_of_a_step_are_sent_together_and_each_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_texts, n_steps, encoded = 4, 5, 0
+    texts = GeneratedTexts(lambda message: None, lambda number: None)
+    sent: list[bytes] = []
+
+    def counted(data: Any) -> str:
+        nonlocal encoded
+        encoded += 1
+        return compact(data)
+
+    class Letters:
+        is_stopped = False
+
+        def feed(self, ids: Sequence[int]) -> list[Any]:
+            return [Text("".join(chr(97 + i) for i in ids))]
+
+        def close(self, is_cut: bool) -> list[Any]:
+            return [End("length")]
+
+    class Spelling(Completion):
+        async def opened(self, model: Any) -> Opened:
+            return Opened([[1]], cast(Any, Letters))
+
+    def generate(requests: Any) -> GeneratedTexts:
+        for number in range(n_texts):
+            texts.add(number, number)
+        return texts
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message.get("more_body"):
+            sent.append(message["body"])
+
+    async def scenario() -> None:
+        exchange = Exchange({"type": "http"}, cast(Any, None), send)
+        asked = Spelling({"prompt": "a", "stream": True, "n": n_texts, "max_tokens": n_steps})
+        writing = asyncio.create_task(COMPLETIONS.answer(asked, cast(Any, api), cast(Any, model), exchange))
+        await asyncio.sleep(0)
+        for step in range(n_steps):
+            for number in range(n_texts):
+                texts.take(number, TextEvent([step], "length" if step == n_steps - 1 else None, None, 0))
+            while texts.has_next:
+                await asyncio.sleep(0)
+        await writing
+
+    codec = SimpleNamespace(drawing=OWN, decode=lambda ids: "a")
+    model = SimpleNamespace(codec=codec, context=99, name="one", asked_name="one", adapter="")
+    api = SimpleNamespace(engine=SimpleNamespace(generate=generate), observe=[], quotas=Quotas(()))
+    monkeypatch.setattr(openai, "compact", counted)
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    found = [[json.loads(line[6:])["choices"][0] for line in part.split(b"\n\n") if line] for part in sent]
+    assert [[(one["index"], one["text"]) for one in part] for part in found] == [
+        [(number, chr(97 + step)) for number in range(n_texts)] for step in range(n_steps)
+    ]
+    assert encoded == 1 + n_texts * n_steps
 
 
 def test_times_between_tokens_are_counted_as_the_library_does() -> None:

@@ -132,6 +132,8 @@ def answered(events: Sequence[TextEvent], is_streamed: bool) -> tuple[list[Any],
         is_plain = True
 
     class Texts:
+        has_next = False
+
         async def __aiter__(self) -> AsyncIterator[tuple[int, TextEvent]]:
             for event in events:
                 yield 0, event
@@ -142,7 +144,7 @@ def answered(events: Sequence[TextEvent], is_streamed: bool) -> tuple[list[Any],
     def generate(requests: Any) -> Iterator[Texts]:
         yield Texts()
 
-    async def push(data: bytes) -> None:
+    async def push(data: bytes, is_followed: bool) -> None:
         sent.append(json.loads(data[6:])["choices"][0]["text"])
 
     async def answer(body: Any) -> None:

@@ -32,7 +32,7 @@ from mdi.terminal import JSON, VARIABLE, LineFormatter, TerminalHandler, form_of
 COMMANDS = {
     "run": ("mdi.cli.run", "answer or chat with a model, which is fetched if it is not here"),
     "starter": ("mdi.cli.starter", "run a model over a ring of nodes, from its first node"),
-    "secondary": ("mdi.cli.secondary", "run a worker node, which waits for a starter"),
+    "secondary": ("mdi.cli.secondary", "run a secondary, which waits for a starter"),
     "key": ("mdi.cli.key", "make the key of a cluster, change it, or invite a board"),
     "join": ("mdi.cli.join", "make this machine a node of a cluster, with the code of an invitation"),
     "job": ("mdi.cli.job", "run a command over the processes that Slurm, MPI, torchrun, Kubernetes or Ray started"),

@@ -62,7 +62,8 @@ def _whole_parser() -> argparse.ArgumentParser:
                 setattr(action, "complete", shtab.DIRECTORY if is_folder else shtab.FILE)  # noqa: B010, as shtab asks
             elif kind == "FORMAT":
                 option = next(one for one in parser.declared.values() if one.dest == action.dest)
-                action.choices = [form for form in FORMATS if _is_taken(option, form)]
+                forms = FORMATS if action.dest == "quantize" else FORMATS[: -len(MIXTURES)]  # of a whole model
+                action.choices = [form for form in forms if _is_taken(option, form)]
     return whole
 
 

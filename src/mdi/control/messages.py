@@ -36,7 +36,7 @@ from mdi.spec.window import WindowOptions
 A = TypeVar("A", bound="Arguments")
 
 # Raised with every change of what one side expects of the other; nodes of different versions do not work together.
-CONTROL_VERSION = 15
+CONTROL_VERSION = 16
 COMPILING = "COMPILING"  # state of a node without a run, whose kernels are not there yet
 VERSION_LIMIT = 1 << 30
 HAND_OVER_S = 30.0  # time for other nodes to take the blocks of a leaving node

@@ -2,8 +2,8 @@
 
 Blocks whose caches can be cut (pages without a window) have a file for each run of pages; what is behind the last whole run has
 a shorter one, of which the newest few stay. The others (states, windows) have a file for each end of a text that is kept. Names
-are hashes: of everything that the numbers depend on, of all ids up to the file's end (`memory.page_keys`), and of the block. So
-files are found whatever the cut, and a node never sees ids. The layout of a file:
+are hashes: of everything that the numbers depend on, of all ids up to the file's end (`memory.page_keys`), of the block, and of
+a node's share of it in a group. So files are found whatever the cut, and a node never sees ids. The layout of a file:
 
     offset  size  field
     0       4     magic "MDIp"
@@ -53,6 +53,7 @@ ENDS_KEPT = 4  # ends of one conversation of which states are kept
 FREE_BYTES = 1 << 30  # that stay free on the disk
 FOREIGN_S = 30 * 24 * 3600.0  # after which files of another key go
 WAITING_BYTES = 64 << 20  # that may wait to be written
+ROOM_S = 10.0  # in which there must be room for a file of another node among them
 BYTES_PER_S = 32 << 20  # written: cards wear out, and readers of the same disk want to read
 MEASURED_BYTES = 1 << 20  # with fewer, a reading says nothing about the disk
 MOST_WANTED = 1024  # names of files that nodes lack, in one question
@@ -72,6 +73,8 @@ class Caches(Protocol):
 
     @property
     def cache_type(self) -> str: ...
+    @property
+    def shares(self) -> Mapping[int, str]: ...
     def classes_of_blocks(self) -> dict[int, CacheClass]: ...
     def export(self, seq_id: int, start: int, stop: int, wanted: Collection[int] | None = None) -> CacheRun: ...
     def fill(self, seq_id: int, run: CacheRun) -> None: ...
@@ -116,14 +119,13 @@ class Secrets:
         return mac(secret, label, *(part.encode() for part in parts)).hex()[:16]
 
 
-def kept_files(cache_dir: Path, limit_bytes: int, keys: KeyFile | None, is_shared: bool = False) -> KeptFiles | None:
+def kept_files(cache_dir: Path, limit_bytes: int, keys: KeyFile | None) -> KeptFiles | None:
     """The files of a node; None if it is to keep none, or cannot.
 
     Args:
         keys: of the cluster.
-        is_shared: whether the node has shares of blocks, for which there are none.
     """
-    if not limit_bytes or is_shared:
+    if not limit_bytes:
         return None
     folder = cache_dir / FOLDER
     try:
@@ -184,13 +186,14 @@ class KeptFiles:
         self._wanted: set[str] = set()  # names of files that lacked here in the last round of FETCH
         self._rate: tuple[float, float] | None = None  # bytes per second of the last large reading, and when that was
         self._queue: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
-        self._waiting: dict[Path, int] = {}  # bytes of each file that is to be written
+        self._waiting: dict[Path, bytes] = {}  # of each file that is to be written, not sealed yet; they count as there
+        self._is_failing = False  # whether the last file could not be written
         self._known_bytes: int | None = None  # of all files; None: they have to be counted
         self._uncounted_bytes = 0  # written since they were counted: others may have written as many
         self._ending, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Condition()  # told when nothing waits any more
-        self._disk = threading.Lock()  # of what is counted: the thread that computes writes and removes, too
+        self._disk = threading.Lock()  # of what is counted: the thread that computes removes, too
 
     # Of the thread that computes
 
@@ -222,16 +225,15 @@ class KeptFiles:
 
     def ends(self, task: PrefixTask, caches: Caches) -> int:
         """The ends, of those that are possible, of which all files are here."""
-        blocks, pages, folder = caches.classes_of_blocks(), task.pages, self._folder / task.owner
-        if not blocks:
+        pages, folder, (cut, whole) = task.pages, self._folder / task.owner, _by_cut(caches)
+        if not cut and not whole:
             return task.possible
-        if not folder.is_dir():
+        if not self._waiting and not folder.is_dir():
             return 0
-        cut, whole = _by_cut(blocks)
         n = self._n_pages(folder, cut, pages, task.run_pages)
         found = task.possible & ((1 << n) - 1)
         for i in range(n) if whole else ():
-            if found >> i & 1 and not _all_there(folder, whole, pages[i]):
+            if found >> i & 1 and not self._all_there(folder, whole, pages[i]):
                 found &= ~(1 << i)
         return found
 
@@ -239,25 +241,22 @@ class KeptFiles:
         """Ends of which there are files of the first or the last block here: after another cut a node lacks some of a text.
         Where there are blocks with ends of their own, these count.
         """
-        folder, (cut, whole) = self._folder / task.owner, _by_cut(caches.classes_of_blocks())
-        found = 0
-        for block in {*cut[:1], *cut[-1:]} if folder.is_dir() and not whole else ():
+        folder, (cut, whole) = self._folder / task.owner, _by_cut(caches)
+        found, is_empty = 0, not self._waiting and not folder.is_dir()
+        for block in {*cut[:1], *cut[-1:]} if not whole and not is_empty else ():
             found |= (1 << self._n_pages(folder, [block], task.pages, task.run_pages)) - 1
         for block in {*whole[:1], *whole[-1:]}:
-            found |= sum(1 << i for i, key in enumerate(task.pages) if _path(folder, key, block).exists())
+            found |= sum(1 << i for i, key in enumerate(task.pages) if self._is_there(_path(folder, key, block)))
         return found & task.possible
 
     def _fetched(self, task: PrefixTask, caches: Caches) -> PrefixTask:
         """Take the files that are missing here from those that come with a task, and add what is here of what others want.
-        They stay sealed: a node without the same key takes none. A file is opened, written and synchronised with the disk
-        before this thread computes again: a text waits for it.
+        They travel sealed: a node without the same key takes none. Another thread writes them, and they are read meanwhile.
         """
         folder, n = self._folder / task.owner, task.stop // PAGE
-        blocks, files, wanted = caches.classes_of_blocks(), task.attached, set(task.wanted.split())
-        cut, whole = _by_cut(blocks)
-        paths = [path for i in cut for path in _paths(folder, task, n, i, True)]
-        paths += [path for i in (whole if task.is_end else ()) for path in _paths(folder, task, n, i, False)]
-        there = {path.name for path in paths if path.exists()}
+        files, wanted, (cut, whole) = task.attached, set(task.wanted.split()), _by_cut(caches)
+        paths = [path for one in (*cut, *(whole if task.is_end else ())) for path in self._paths(task, n, one)]
+        there = {path.name for path in paths if self._is_there(path)}
         missing = {path.name for path in paths} - there
         for name in self._wanted & there:  # it has come otherwise
             files.pop(name, None)
@@ -265,9 +264,9 @@ class KeptFiles:
         self._wanted = missing
         try:
             for name in missing & files.keys():
-                data = files.pop(name)
-                self._opened(name, memoryview(data), _Room())
-                self._write(folder / name, data)
+                data = bytes(self._opened(name, memoryview(files.pop(name)), _Room()))
+                self._await_room()
+                self._put(_Written(folder / name, data, [], 0))
                 missing.discard(name)
                 wanted.discard(name)
         except MdiError as e:
@@ -281,15 +280,33 @@ class KeptFiles:
         more = sorted(missing - wanted)[: max(0, MOST_WANTED - len(wanted))]
         return task.with_files(sorted(wanted.union(more)), files)
 
-    def _n_pages(self, folder: Path, blocks: Sequence[int], pages: Sequence[bytes], run: int) -> int:
+    def _n_pages(self, folder: Path, blocks: Sequence[_Block], pages: Sequence[bytes], run: int) -> int:
         """Pages from the first one on that are in the files of all these blocks."""
         if not blocks:
             return len(pages)
         n = 0
-        while n + run <= len(pages) and _all_there(folder, blocks, pages[n + run - 1]):
+        while n + run <= len(pages) and self._all_there(folder, blocks, pages[n + run - 1]):
             n += run
         tail = range(min(n + run, len(pages)), n, -1)
-        return next((end for end in tail if _all_there(folder, blocks, pages[end - 1])), n)
+        return next((end for end in tail if self._all_there(folder, blocks, pages[end - 1])), n)
+
+    def _all_there(self, folder: Path, blocks: Sequence[_Block], key: bytes) -> bool:
+        return all(self._is_there(_path(folder, key, block)) for block in blocks)
+
+    def _is_there(self, path: Path) -> bool:
+        return path in self._waiting or path.exists()
+
+    def _paths(self, task: PrefixTask, n: int, block: _Block) -> list[Path]:
+        """The files of a block for the first `n` pages of a task; what is behind the last whole run may be in a longer one."""
+        pages, run, folder = task.pages, task.run_pages, self._folder / task.owner
+        if not block.is_cut:
+            return [_path(folder, pages[n - 1], block)]
+        found = []
+        for begin in range(0, n, run):
+            longest, shortest = min(begin + run, len(pages)), min(begin + run, n)
+            paths = [_path(folder, pages[end - 1], block) for end in range(longest, shortest - 1, -1)]
+            found.append(next(filter(self._is_there, paths), paths[-1]))
+        return found
 
     def _fill(self, task: PrefixTask, caches: Caches) -> bool:
         caches.free(task.seq_id)
@@ -313,37 +330,43 @@ class KeptFiles:
         n = task.possible.bit_length()
         if self._rate is None or not n or time.monotonic() - self._rate[1] > RATE_S:
             return 0.0
-        blocks, folder = caches.classes_of_blocks(), self._folder / task.owner
-        paths = [path for i, one in blocks.items() for path in _paths(folder, task, n, i, _is_cut(one))]
-        return sum(path.stat().st_size for path in paths) / self._rate[0] / (n * PAGE)
+        cut, whole = _by_cut(caches)
+        paths = [path for one in (*cut, *whole) for path in self._paths(task, n, one)]
+        n_bytes = sum(path.stat().st_size for path in paths if path not in self._waiting)
+        return n_bytes / self._rate[0] / (n * PAGE)
 
     def _keep(self, task: PrefixTask, caches: Caches) -> bool:
         """Have what is missing of a run written; False: too much waits already, to be asked again."""
-        blocks, pages, folder = caches.classes_of_blocks(), task.pages, self._folder / task.owner
-        cut, whole = _by_cut(blocks)
+        pages, folder, (cut, whole) = task.pages, self._folder / task.owner, _by_cut(caches)
         n = task.stop // PAGE - 1
         for block in (*cut, *(whole if task.is_end else ())):
-            path, is_whole = _path(folder, pages[n], block), block in whole
-            if path in self._waiting or path.exists():
+            path = _path(folder, pages[n], block)
+            if self._is_there(path):
                 continue
             if self._waiting_bytes >= WAITING_BYTES:
                 return False
-            first = 0 if is_whole else task.start
+            first = task.start if block.is_cut else 0
             try:
-                piece = caches.export(task.seq_id, first, task.stop, (block,)).blocks[block]
+                piece = caches.export(task.seq_id, first, task.stop, (block.number,)).blocks[block.number]
             except EngineError as e:  # it cannot be cut to the end of a page any more
                 logger.debug("not kept: %s", e)
                 return True
             earlier = [_path(folder, page, block) for page in pages[first // PAGE : n]]
-            self._put(
-                _Written(path, _packed(piece, caches.cache_type), earlier, (ENDS_KEPT if is_whole else TAILS_KEPT) - 1)
-            )
+            n_kept = TAILS_KEPT if block.is_cut else ENDS_KEPT
+            self._put(_Written(path, _packed(piece, caches.cache_type), earlier, n_kept - 1))
         return True
 
     @property
     def _waiting_bytes(self) -> int:
         with self._lock:
-            return sum(self._waiting.values())
+            return sum(map(len, self._waiting.values()))
+
+    def _await_room(self) -> None:
+        """For a file of another node. Raises EngineError if the disk takes none."""
+        with self._lock:
+            has_room = self._lock.wait_for(lambda: self._waiting_bytes < WAITING_BYTES, ROOM_S)
+        if self._is_failing or not has_room:
+            raise EngineError("this disk does not take it")
 
     def _remove_others(self, task: PrefixTask) -> None:
         """Remove folders of owners of the same realm that are not among those of the task."""
@@ -360,7 +383,7 @@ class KeptFiles:
 
     def _put(self, one: _Written) -> None:
         with self._lock:
-            self._waiting[one.path] = len(one.data)
+            self._waiting[one.path] = one.data
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_all, name="kept-prefixes", daemon=True)
                 self._thread.start()
@@ -369,6 +392,10 @@ class KeptFiles:
     def read(self, path: Path, cache_type: str, room: _Room | None = None) -> Piece:
         """What a file has, in memory of `room`. Raises EngineError; the file is removed if it is not what it should be."""
         room = room or _Room()
+        if (waiting := self._waiting.get(path)) is not None:
+            opened = room.of(True, len(waiting))
+            opened[:] = waiting
+            return _unpacked(opened, cache_type)
         try:
             with path.open("rb", buffering=0) as file:
                 data = room.of(False, os.fstat(file.fileno()).st_size)
@@ -399,8 +426,10 @@ class KeptFiles:
             try:
                 self._write(path, self._sealed(path.name, data))
                 _keep_newest(item.earlier, item.n_earlier)
+                self._is_failing = False
             except Exception as e:  # of one file; the thread goes on with the next one
                 self._count_again()
+                self._is_failing = True
                 if not is_told:
                     logger.warning("prefixes are not kept on this disk: %s", e)
                 is_told = True
@@ -501,8 +530,7 @@ class _FromFiles(Mapping[int, Piece]):
 
     def __init__(self, files: KeptFiles, task: PrefixTask, caches: Caches) -> None:
         self._files, self._task, self._type = files, task, caches.cache_type
-        self._blocks = caches.classes_of_blocks()
-        self._folder = files._folder / task.owner  # noqa: SLF001 (of this module)
+        self._blocks = {one.number: one for blocks in _by_cut(caches) for one in blocks}
         self._room, self._arrays = _Room(), list[np.ndarray]()
 
     def __iter__(self) -> Iterator[int]:
@@ -515,7 +543,7 @@ class _FromFiles(Mapping[int, Piece]):
         return block in self._blocks  # without reading it
 
     def _paths(self, block: int) -> list[Path]:
-        return _paths(self._folder, self._task, self._task.stop // PAGE, block, _is_cut(self._blocks[block]))
+        return self._files._paths(self._task, self._task.stop // PAGE, self._blocks[block])  # noqa: SLF001 (of this module)
 
     def announce(self) -> None:
         """Let the disk read all of them, while those that have come are deciphered."""
@@ -525,7 +553,7 @@ class _FromFiles(Mapping[int, Piece]):
 
     def __getitem__(self, block: int) -> Piece:
         paths, n_run = self._paths(block), self._task.run_pages * PAGE
-        if not _is_cut(self._blocks[block]):
+        if not self._blocks[block].is_cut:
             return self._files.read(paths[0], self._type, self._room)
         for begin, path in zip(range(0, self._task.stop, n_run), paths, strict=True):
             piece, n = self._files.read(path, self._type, self._room), min(n_run, self._task.stop - begin)
@@ -555,36 +583,27 @@ def files_in(folder: Path) -> Iterator[tuple[Path, int, float]]:
                     yield path, stat.st_size, stat.st_mtime
 
 
-def _is_cut(cache_class: CacheClass) -> bool:
-    """Whether a text can be cut anywhere in it."""
-    return isinstance(cache_class, PageClass) and cache_class.window is None
+class _Block(NamedTuple):
+    """What a node's cache has of a block: its number in the model, its share, and whether a text can be cut anywhere in it."""
+
+    number: int
+    share: str
+    is_cut: bool
 
 
-def _by_cut(blocks: Mapping[int, CacheClass]) -> tuple[list[int], list[int]]:
+def _by_cut(caches: Caches) -> tuple[list[_Block], list[_Block]]:
     """Blocks that can be cut anywhere, and the others."""
-    return [i for i, one in blocks.items() if _is_cut(one)], [i for i, one in blocks.items() if not _is_cut(one)]
+    blocks = [
+        _Block(i, caches.shares.get(i, ""), isinstance(one, PageClass) and one.window is None)
+        for i, one in caches.classes_of_blocks().items()
+    ]
+    return [one for one in blocks if one.is_cut], [one for one in blocks if not one.is_cut]
 
 
-def _path(folder: Path, key: bytes, block: int) -> Path:
+def _path(folder: Path, key: bytes, block: _Block) -> Path:
     """Of what a block has up to the end of the page with this key."""
-    return folder / f"{hashlib.blake2b(key + _SIZE.pack(block), digest_size=20).hexdigest()}.kv"
-
-
-def _paths(folder: Path, task: PrefixTask, n: int, block: int, is_cut: bool) -> list[Path]:
-    """The files of a block for the first `n` pages of a task; what is behind the last whole run may be in a longer one."""
-    pages, run = task.pages, task.run_pages
-    if not is_cut:
-        return [_path(folder, pages[n - 1], block)]
-    found = []
-    for begin in range(0, n, run):
-        longest, shortest = min(begin + run, len(pages)), min(begin + run, n)
-        paths = [_path(folder, pages[end - 1], block) for end in range(longest, shortest - 1, -1)]
-        found.append(next((one for one in paths if one.exists()), paths[-1]))
-    return found
-
-
-def _all_there(folder: Path, blocks: Sequence[int], key: bytes) -> bool:
-    return all(_path(folder, key, block).exists() for block in blocks)
+    name = key + _SIZE.pack(block.number) + block.share.encode()
+    return folder / f"{hashlib.blake2b(name, digest_size=20).hexdigest()}.kv"
 
 
 def _keep_newest(paths: Sequence[Path], n: int) -> None:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from mdi.engine.memory import KEPT_SHARE, CacheMemory, Kept, Prefixes
 from mdi.engine.prefix_tasks import FETCH, FILL, FILLED, FIND, KEEP, OWNERS, PrefixTask, RingPrefixes
+from mdi.engine.prices import Prices
 from mdi.engine.replay import Replays
 from mdi.engine.sequence import Event, Plan, PlannedSlice, Sequence
 from mdi.errors import Code, EngineError
@@ -982,7 +983,7 @@ class PromptPace:
         self.row_s: float | None = None
         self.under_way: dict[int, tuple[float, int, int]] = {}  # frame -> when, prompt rows, decoding rows
         self._last = 0.0
-        self._decode_s: float | None = None
+        self._decoding = Prices()  # of frames without prompt rows, by the texts in them
 
     def sent(self, plan: Plan, now_s: float) -> None:
         """A frame leaves."""
@@ -1005,9 +1006,9 @@ class PromptPace:
                 found = time_s / n_prompt
                 self.row_s = found if self.row_s is None else self.row_s + WEIGHT * (found - self.row_s)
         elif not n_prompt:
-            self._decode_s = time_s if self._decode_s is None else self._decode_s + WEIGHT * (time_s - self._decode_s)
-        elif self._decode_s:
-            self._follow(n_prompt, time_s / self._decode_s - 1)
+            self._decoding.note(n_decoding, time_s)
+        elif decode_s := self._decoding.of(n_decoding):
+            self._follow(n_prompt, time_s / decode_s - 1)
         return time_s
 
     def _follow(self, n_prompt: int, slower: float) -> None:

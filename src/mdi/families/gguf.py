@@ -266,7 +266,7 @@ def fields_of(config: ModelConfig, own: Json | None = None) -> Json:
     }  # fmt: skip
     found |= {name: float(value) for name, value in numbers.items() if value}
     scaling = config.rope_adjustments or {}
-    factor = scaling.get("factor", 1) if set(scaling) == {"factor"} else config.rope_condense_ratio
+    factor = scaling["factor"] if set(scaling) == {"factor"} else config.rope_condense_ratio
     if factor != 1:
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(factor)}
     found = {name: value for name, value in found.items() if value}

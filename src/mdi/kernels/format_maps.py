@@ -77,6 +77,8 @@ class FormatMap:
 
     def at(self, name: str) -> str:
         """The format of a weight by its name in the model, or without what is before the layer in a block."""
+        if not self.of:  # nearly always; a plan asks for each matrix of each expert
+            return self.rest
         return next((self.of[place] for place in _places(name) if place in self.of), self.rest)
 
     @property

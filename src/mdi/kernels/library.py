@@ -28,6 +28,7 @@ from mdi.terminal import reporting
 ANY_NAME = "_mdi_kernels-*.so"
 KEPT = 8  # libraries of other sources or compilers that stay in the cache
 PACKAGE = Path(__file__).parent
+NOTE = "not_compiled.txt"  # beside this module: why the installation has no library
 
 logger = logging.getLogger("mdi")
 
@@ -67,6 +68,8 @@ def compiled_library() -> Path:
 
         with reporting(lambda: state), locked(folder):
             if not is_safe(path):
+                if (note := PACKAGE / NOTE).is_file():
+                    logger.warning("the installation compiled no kernels: %s", note.read_text(encoding="utf-8"))
                 logger.warning(
                     "compiling the kernels with %s, once, for a minute or two (a small board: ten), into %s",
                     shlex.join(compiler.command),

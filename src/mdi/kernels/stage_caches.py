@@ -117,6 +117,9 @@ class StageCaches(Generic[S]):
         places: of each block; blocks that read the cache of another one have its place.
         numbers: of each block, the one in the model that writes this cache (`mdi.model.caches.cache_numbers`).
         cache_type: what the caches hold, as in CacheRun.
+
+    Attributes:
+        shares: of blocks of which this node has a share, by their numbers in the model, what it is, in words.
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class StageCaches(Generic[S]):
         self.stores = list(stores)
         self._writers: dict[Place, int] = dict(zip(places, numbers, strict=True))
         self.cache_type = cache_type
+        self.shares: Mapping[int, str] = {}
         self._sequences: dict[int, _Sequence] = {}
 
     def __len__(self) -> int:

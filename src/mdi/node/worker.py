@@ -410,9 +410,7 @@ class RingWorker:
         recorded = ring if recorder is None else recorder.over(ring, self.request.is_hot)
         seen = group.of_member(recorded)
         tapped = TappedStage(stage, stage.rows, self.request.taps, stage.start, stage.stop)
-        files = kept_files(
-            self._prefix_dir, self.request.keep_prefixes, self._listener.keys, self.held.spec.group is not None
-        )
+        files = kept_files(self._prefix_dir, self.request.keep_prefixes, self._listener.keys)
         loop = SecondaryLoop(
             stage, stage.rows, seen, is_last, seat.wire, self.held.sent, self.request.replay, tapped, self.held.received,
             self.request.is_hot, None if files is None else lambda task: files.answer(task, stage.caches),

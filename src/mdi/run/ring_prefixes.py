@@ -47,8 +47,7 @@ class StarterPrefixes:
             RingArithmetic.of(names, weights.blocks, arithmetics, options.wire_dtype, epoch) for epoch in (0, 1)
         )
         why = (
-            "nodes share blocks" if weights.is_shared
-            else "--verify computes rows again, and those of a kept text are not there" if options.verify
+            "--verify computes rows again, and those of a kept text are not there" if options.verify
             else "the numbers of its nodes are not the same after a restart" if now != later
             else ""
         )  # fmt: skip
@@ -63,6 +62,7 @@ class StarterPrefixes:
             *(weights.spec(part).sha256 for part in stage_parts(0, weights.n_layer, starter=True)), weights.model.dtype,
             first.formats.of_all, cache_type, options.dtype, options.quantize_head, max_length,
             options.wire_dtype if len(names) > 1 else "", now.sha256,
+            *((options.parallel.algorithm, options.parallel.reduce_dtype) if weights.is_shared else ()),
         ]  # fmt: skip
         return RingPrefixes(
             lambda task: self._files.answer(task, stage.caches), hashlib.sha256(json.dumps(known).encode()).hexdigest(),

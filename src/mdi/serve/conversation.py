@@ -222,7 +222,7 @@ def _in_words(messages: list[dict[str, Any]], instructions: str) -> list[dict[st
 
 
 def new_call_id() -> str:
-    """Of a call that the model gives none; one that Mistral's templates take back, too: nine letters and digits."""
+    """Of a call that the model gives none; one that Mistral's templates accept, too: nine letters and digits."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 

@@ -56,6 +56,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._last_s = 0.0  # when a part of the stream was sent last, or its text was begun
+        self._waiting = b""  # parts that go with the next one
         self.is_streaming = False
 
     @property
@@ -117,14 +118,24 @@ class Exchange:
         data = body if isinstance(body, bytes) else compact(body)
         await Response(data, status, headers, "application/json")(self.scope, self._receive, self._send)
 
-    async def push(self, data: bytes) -> None:
-        """The next part of a stream, which begins with the first."""
+    async def push(self, data: bytes, is_followed: bool = False) -> None:
+        """The next part of a stream, which begins with the first.
+
+        Args:
+            is_followed: another part comes at once, and both are sent together.
+        """
+        self._waiting += data
+        if self._waiting and not is_followed:
+            await self._push(more=True)
+
+    async def _push(self, more: bool) -> None:
         if not self.is_streaming:
             self.is_streaming = True
             headers = {"content-type": self._media_type, "cache-control": "no-cache", "x-accel-buffering": "no"}
             raw = [(name.encode(), value.encode()) for name, value in headers.items()]
             await self._send({"type": "http.response.start", "status": 200, "headers": raw})
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        data, self._waiting = self._waiting, b""
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._last_s = time.monotonic()
 
     @asynccontextmanager
@@ -158,7 +169,8 @@ class Exchange:
 
     async def end(self, data: bytes = b"") -> None:
         """The end of a stream."""
-        await self._send({"type": "http.response.body", "body": data})
+        self._waiting += data
+        await self._push(more=False)
 
 
 def json_of(body: bytes) -> Any:

@@ -9,19 +9,18 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mdi.errors import WireError
 from mdi.serve.api_errors import ApiError
-from mdi.serve.process import LIMIT_BYTES, packed, unpacked
+from mdi.serve.process import Splitter, packed
 
 STARTING = {"state": "loading", "model": "", "text": "starting", "done": 0.0, "load": 0}
 
 logger = logging.getLogger("mdi")
 
 
-@dataclass(frozen=True)
-class TextEvent:
+class TextEvent(NamedTuple):
     """New tokens of one text; the last one has a reason.
 
     Attributes:
@@ -46,7 +45,7 @@ class GeneratedTexts:
     """Texts that the engine continues together. As a context manager it cancels those that have not ended when it is left."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None], forget: Callable[[int], None]) -> None:
-        self.events: asyncio.Queue[tuple[int, TextEvent | ApiError]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, TextEvent | ApiError]] = asyncio.Queue()
         self._send = send
         self._forget = forget
         self._live: dict[int, int] = {}  # number at the engine -> index here
@@ -59,7 +58,7 @@ class GeneratedTexts:
         index = self._live[number]
         if isinstance(event, ApiError) or event.finish_reason is not None:
             self._drop(number)
-        self.events.put_nowait((index, event))
+        self._events.put_nowait((index, event))
 
     def cancel(self, index: int | None = None) -> None:
         """The engine frees one of them, or all; no more events come."""
@@ -70,11 +69,16 @@ class GeneratedTexts:
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, TextEvent]]:
         """Index and event, until all have ended. Raises ApiError."""
-        while self._live or not self.events.empty():
-            index, event = await self.events.get()
+        while self._live or not self._events.empty():
+            index, event = await self._events.get()
             if isinstance(event, ApiError):
                 raise event
             yield index, event
+
+    @property
+    def has_next(self) -> bool:
+        """Whether an event has come already."""
+        return not self._events.empty()
 
     def _drop(self, number: int) -> None:
         del self._live[number]
@@ -122,20 +126,20 @@ class EngineClient:
     """Speaks with the engine process. Belongs to one event loop.
 
     Attributes:
-        changed: notified when status or model are other ones.
+        changed: set when status or model are other ones; then there is another event in its place.
         on_memory: called when more or fewer texts wait for memory in the engine.
     """
 
     def __init__(self, on_drain: Callable[[], None]) -> None:
         self.state = EngineState()
-        self.changed = asyncio.Condition()
+        self.changed = asyncio.Event()
         self.is_gone = False
         self.on_memory: Callable[[], None] = lambda: None
         self._on_drain = on_drain
         self._numbers = itertools.count()
         self._live: dict[int, GeneratedTexts] = {}
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._writer: asyncio.StreamWriter | None = None
+        self._writer: asyncio.WriteTransport | None = None
 
     @property
     def status(self) -> dict[str, Any]:
@@ -143,12 +147,11 @@ class EngineClient:
 
     async def run(self, sock: socket.socket) -> None:
         """Read the engine's messages until it is gone; then all waiting requests get an error."""
-        reader, self._writer = await asyncio.open_connection(sock=sock, limit=LIMIT_BYTES)
+        loop = asyncio.get_running_loop()
+        reading = _Reading(self._take)
+        self._writer, _ = await loop.create_connection(lambda: reading, sock=sock)
         try:
-            while line := await reader.readline():
-                await self._take(unpacked(line))
-        except (WireError, OSError, ValueError) as e:
-            logger.error("the connection to the engine is lost: %s", e)
+            await reading.end.wait()
         finally:
             self.is_gone = True
             error = ApiError(503, "the engine has ended", "engine_ended")
@@ -158,7 +161,7 @@ class EngineClient:
                 if not question.done():
                     question.set_exception(error)
             self._writer.close()
-            await self.notify()
+            self.notify()
 
     def generate(self, requests: Sequence[Mapping[str, Any]]) -> GeneratedTexts:
         """Have texts continued, see `mdi.serve.backend`; one of each request, or `n`. Raises ApiError if the engine is gone."""
@@ -195,10 +198,9 @@ class EngineClient:
 
     async def wait_for_change(self) -> None:
         """Return when the status is another one."""
-        async with self.changed:
-            await self.changed.wait()
+        await self.changed.wait()
 
-    async def _take(self, message: dict[str, Any]) -> None:
+    def _take(self, message: dict[str, Any]) -> None:
         what = message.get("is")
         if what == "events":
             for number, *told in message["events"]:
@@ -225,7 +227,7 @@ class EngineClient:
                 self.state.statuses[told["model"]] = told
                 if told["state"] != "serving":
                     self.state.n_waiting.pop(told["model"], None)
-            await self.notify()
+            self.notify()
 
     def _hand_on(self, number: int, event: TextEvent | ApiError) -> None:
         if (texts := self._live.get(number)) is not None:  # else it was cancelled
@@ -240,7 +242,33 @@ class EngineClient:
         else:
             question.set_exception(ApiError(message.get("status", 500), message["error"], "engine"))
 
-    async def notify(self) -> None:
+    def notify(self) -> None:
         """Wake those that wait for a change."""
-        async with self.changed:
-            self.changed.notify_all()
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class _Reading(asyncio.Protocol):
+    """Hands the engine's messages on as they come: a stream and a task that reads it would be another turn of the loop for
+    every token.
+
+    Attributes:
+        end: set when no more messages come.
+    """
+
+    def __init__(self, take: Callable[[dict[str, Any]], None]) -> None:
+        self.end = asyncio.Event()
+        self._take = take
+        self._splitter = Splitter()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._splitter.feed(data):
+                self._take(message)
+        except (WireError, ValueError) as e:
+            self.connection_lost(e)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if error is not None:
+            logger.error("the connection to the engine is lost: %s", error)
+        self.end.set()

@@ -174,7 +174,7 @@ class Models:
                 use.n -= 1
                 use.last_s = time.monotonic()
             if not all(use.n for use in uses):
-                await self._engine.notify()
+                self._engine.notify()
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Have a further adapter of the first model, on all its nodes. Raises ApiError."""
@@ -287,7 +287,7 @@ class Models:
                 await self._give_up(victim)
         finally:
             self._loader = None
-            await self._engine.notify()
+            self._engine.notify()
 
     def _victim(self, name: str) -> str:
         """The model to unload: the one unused for longest; of those in use, the one with the oldest last request."""
@@ -309,7 +309,7 @@ class Models:
             self._forget(name)
         finally:
             self.leaving.discard(name)
-            await self._engine.notify()
+            self._engine.notify()
 
     async def _ask(self, what: str, name: str) -> Code | None:
         """The error code; None if it is done, or if the engine is gone."""

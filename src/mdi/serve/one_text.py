@@ -137,8 +137,8 @@ def surface(
                 if piece.n_before is not None:  # only where nothing is streamed
                     growing = open_answer(asked, answers)
                 sent = written(growing.take(piece.events))
-                if is_streamed and sent:
-                    await exchange.push(sent)
+                if is_streamed:
+                    await exchange.push(sent, piece.is_followed)
         last = written(growing.end())
         if is_streamed:
             await exchange.end(last)

@@ -48,9 +48,10 @@ def surface(read: Callable[[Any], Any], open_choices: Callable[[Any, Answers], C
         fields, choices = asked.fields, open_choices(asked, answers)
         made = {"id": f"{choices.ID}-{secrets.token_hex(12)}", "created": int(time.time())}
         made["model"] = answers.model.asked_name
+        head = compact({**made, "object": choices.CHUNK, "choices": []})[:-2]  # the same in all chunks
 
-        async def push(*shown: dict[str, Any], **others: Any) -> None:
-            await exchange.push(stream_event({**made, "object": choices.CHUNK, "choices": list(shown), **others}))
+        def chunk(choice: dict[str, Any]) -> bytes:
+            return f"data: {head}{compact(choice)}]}}\n\n".encode()
 
         exchange.failure = _failure
         begun = (
@@ -59,17 +60,16 @@ def surface(read: Callable[[Any], Any], open_choices: Callable[[Any, Answers], C
         async with exchange.kept_alive((lambda: SIGN) if fields.is_streamed else None):
             async for piece in answers.pieces():
                 new = choices.piece(piece)
-                if fields.is_streamed and new is not None:
-                    for choice in (*begun, new):
-                        await push(choice)
-                    begun = []
+                if fields.is_streamed:
+                    shown = [] if new is None else [*begun, new]
+                    begun = begun if new is None else []
+                    await exchange.push(b"".join(map(chunk, shown)), piece.is_followed)
         usage = usage_of(answers.usage)
         if not fields.is_streamed:
             await exchange.answer({**made, "object": choices.OBJECT, "choices": choices.choices(), "usage": usage})
             return
-        if fields.with_usage:
-            await push(usage=usage)
-        await exchange.end(DONE)
+        told = {**made, "object": choices.CHUNK, "choices": [], "usage": usage}
+        await exchange.end((stream_event(told) if fields.with_usage else b"") + DONE)
 
     return Surface(read, write, lambda error: error.body)
 

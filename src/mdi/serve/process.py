@@ -109,6 +109,24 @@ def unpacked(line: bytes) -> dict[str, Any]:
     return message
 
 
+class Splitter:
+    """Messages out of the blocks of bytes that come."""
+
+    def __init__(self) -> None:
+        self._read = bytearray()  # of a line that has not ended
+
+    def feed(self, block: bytes) -> Iterator[dict[str, Any]]:
+        """Raises WireError."""
+        *whole, rest = block.split(b"\n")
+        for part in whole:
+            line = bytes(self._read) + part
+            self._read.clear()
+            yield unpacked(line)
+        self._read += rest
+        if len(self._read) > LIMIT_BYTES:
+            raise WireError(f"a line between API and engine has more than {LIMIT_BYTES} bytes")
+
+
 class Lines:
     """One end of the connection, for threads: any may send, one reads."""
 
@@ -128,7 +146,7 @@ class Lines:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Messages until the other side closes. Raises WireError."""
-        read = bytearray()
+        splitter = Splitter()
         while True:
             try:
                 block = self._sock.recv(_BLOCK)
@@ -136,14 +154,7 @@ class Lines:
                 return
             if not block:
                 return
-            *whole, rest = block.split(b"\n")
-            for part in whole:
-                read += part
-                yield unpacked(bytes(read))
-                read.clear()
-            read += rest
-            if len(read) > LIMIT_BYTES:
-                raise WireError(f"a line between API and engine has more than {LIMIT_BYTES} bytes")
+            yield from splitter.feed(block)
 
     def close(self) -> None:
         """Wakes a thread that reads."""

@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -308,7 +308,7 @@ def _shown(value: Any) -> str:
 REASONS = ("eos", "stop", "length")  # any other end of a text is a failure
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TextPiece:
     """A piece of one text.
 
@@ -320,6 +320,7 @@ class TextPiece:
         n_cached, n_accepted, n_rejected: see TextEvent.
         scores: no token is new: they are those of the prompt but the first, as `logprobs`.
         n_before: it is the whole text so far, in the place of pieces with so many tokens that were not all right.
+        is_followed: the next one is there already, so that both can be sent together.
     """
 
     index: int
@@ -331,6 +332,7 @@ class TextPiece:
     n_rejected: int = 0
     n_before: int | None = None
     scores: list[Any] | None = None
+    is_followed: bool = False
 
     @property
     def text(self) -> str:
@@ -478,8 +480,9 @@ async def write_texts(
                 if not fields.is_streamed:
                     withheld[index].take(event)
                 if opened.n_best is not None:  # what is cached then, this request has computed
-                    event = replace(event, n_cached=0)
+                    event = event._replace(n_cached=0)
                 piece = _piece(index, event, answers[index], n_before)
+                piece.is_followed = texts.has_next
                 if piece.finish_reason is not None:
                     texts.cancel(index)
                     end(index, piece.finish_reason)
@@ -526,7 +529,7 @@ class _Withheld:
     def before(self, event: TextEvent, n_kept: int) -> TextEvent:
         """An event with the first of these before it."""
         logprobs = [*self.logprobs[:n_kept], *(event.logprobs or [])]
-        return replace(event, tokens=[*self.tokens[:n_kept], *event.tokens], logprobs=logprobs)
+        return event._replace(tokens=[*self.tokens[:n_kept], *event.tokens], logprobs=logprobs)
 
 
 def _piece(index: int, event: TextEvent, answer: AnswerStream, n_before: int | None = None) -> TextPiece:

@@ -299,9 +299,10 @@ class SharingOut:
         ]  # fmt: skip
 
     def _ranks(self, stage: RingStage) -> tuple[tuple[str, ...], Shares]:
-        """The nodes of a stage by rank, which need not be their order in the ring, and their shares.
+        """The nodes of a stage by rank, which is not their order in the ring, and their shares.
 
-        With as many nodes as before, all shares stay, so that sums keep their order and their bits.
+        Ranks are as nodes are listed, whichever numbers processes draw: nodes that are started again have the shares whose
+        prefixes they keep. With as many nodes as before, all shares stay, so that sums keep their order and their bits.
         """
         place = stage.name, len(stage.members)
         if place in self._shared:
@@ -309,7 +310,8 @@ class SharingOut:
             new = iter([name for name in stage.members if name not in before])
             names = tuple(name if name in stage.members else next(new) for name in before)
         else:
-            names = stage.members
+            listed = {name: i for i, name in enumerate(self._parts)}
+            names = tuple(sorted(stage.members, key=lambda name: (listed.get(name, len(listed)), name)))
             parts = [self._parts.get(name, self._mean) for name in names]
             if not any(parts):  # those that had all are lost
                 parts = [1.0] * len(parts)

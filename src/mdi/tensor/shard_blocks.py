@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -125,6 +125,11 @@ class ShardBlocks(Blocks):
         self._gains: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for i in range(start, stop):
             self._take_norms(i, tensors)
+
+    def prepare(self, max_length: int, capacities: Sequence[int], limit_bytes: int | None = None) -> None:
+        """See Blocks; the caches know what they have of each block."""
+        super().prepare(max_length, capacities, limit_bytes)
+        self.caches.shares = {i: self._share.of(i).cached for i in range(self.start, self.stop)}
 
     def _take_norms(self, index: int, tensors: Callable[[int], Tensors]) -> None:
         """Norms over all heads need a sum over all nodes, and are computed here."""

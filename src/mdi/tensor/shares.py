@@ -134,6 +134,15 @@ class BlockShare:
         n = self.n_per_group
         return first // n, -(-end // n)
 
+    @property
+    def cached(self) -> str:
+        """What its cache of the block has: which groups, of how many; "" for all of them. Latent rows are one group. A node
+        without heads computes no keys and values.
+        """
+        n = 1 if isinstance(self.mixer, LatentAttention) else self.mixer.n_groups
+        first, end = self.groups if self.heads[0] < self.heads[1] else (0, 0)
+        return "" if (first, end) == (0, n) else f"{first}-{end} of {n}"
+
     def columns(self, width: int) -> Range:
         """Of an MLP of this width."""
         return _scaled(self.share.shares.columns, self.share.rank, width)

@@ -406,7 +406,7 @@ class Detokenizer:
     """Text from ids that come a few at a time.
 
     All that `push` and `flush` return, joined, is `codec.decode(ids, continues)` of all ids. What the next id may still
-    change is held back: an incomplete character, or a run of single-byte tokens. Each id is decoded with the few before
+    change is withheld: an incomplete character, or a run of single-byte tokens. Each id is decoded with the few before
     it that are needed, so its cost does not grow with the text.
 
     Args:
@@ -450,7 +450,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """The text that was held back, as it is, because no more ids come."""
+        """The text that was withheld, as it is, because no more ids come."""
         rest = self._codec.decode_visible(self._window, self._continues)[self._n_shown :]
         self._window, self._n_shown, self._n_open = [], 0, 0
         return rest
@@ -498,7 +498,7 @@ class StopMatcher:
         return text, False
 
     def flush(self) -> str:
-        """The beginning of a stop string that was held back and did not become one."""
+        """The beginning of a stop string that was withheld and did not become one."""
         rest, self._held = self._held, ""
         return rest
 
