@@ -3,21 +3,17 @@
 
     benchmarks/first_token.py [--shape nano-llama-304m] [--format int8] [--lengths 96 384 1024] [--rounds 3] [--json FILE]
 
-Nodes are processes of one thread on this machine, each on a core of its own. They measure themselves, as for `mdi plan`; then
-the plan is made, and the prompts are run, each length in turn, in three ways: a ring of two nodes, every block on two nodes
-(--parallel tensor), and one node with a window of weights (--memory). A way's first prompt is not counted; of the others the
-table has the median. Weights are random, which changes no time. Nodes of one machine measure themselves one after the other and
-run at the same time: other programs on its cores make predictions too short.
+Nodes are processes of one thread on this machine; those of a ring or a group have a core each. They measure themselves, as for
+`mdi plan`; then the plan is made, and the prompts are run, each length in turn, in three ways: a ring of two nodes, every block
+on two nodes (--parallel tensor), and one node with a window of weights (--memory). A way's first prompt is not counted; of the
+others the table has the median. Weights are random, which changes no time.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,13 +21,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import on_path
+import on_path  # noqa: F401
 from peers.protocol import Case
 from random_checkpoint import SHAPES, config_of, make_chunks
 from records import add_json_flag, save
 
 WAYS = ("ring", "tensor", "window")
-NODES = {"ring": 2, "tensor": 2, "window": 1}
+# Of its nodes, each of which has one; a window is read by a thread of its own, beside computing.
+CORES: dict[str, list[int] | None] = {"ring": [0, 1], "tensor": [0, 1], "window": None}
+NODES = {way: len(cores or [0]) for way, cores in CORES.items()}
 FLAGS = {"ring": (), "tensor": ("--parallel", "tensor"), "window": ()}
 GOAL = 0.25  # by which a prediction may be off
 LIMIT_BYTES = 330_000_000  # of the process with a window: less than weights and process take together
@@ -56,6 +54,7 @@ def predictions(args: argparse.Namespace, folder: Path, way: str, config: Any) -
     """Of each length, by what the nodes measure of themselves now."""
     from mdi.cancel import Cancel
     from mdi.checkpoint.manifest import config_hash
+    from mdi.host.threads import choose_threads
     from mdi.placement.model import Workload, model_shape
     from mdi.placement.plan import plan
     from mdi.placement.planning import measure_live
@@ -66,8 +65,8 @@ def predictions(args: argparse.Namespace, folder: Path, way: str, config: Any) -
 
     model = ModelId(config.name, config, config_hash(config), "float32")
     asked = Requested(device="cpu", quantize=args.format, quantize_head=args.format)
-    n = NODES[way]
-    with LocalRing(n, None, 1, None, False, False, cores=list(range(n))) as ring:
+    with LocalRing(NODES[way], None, 1, None, False, False, cores=CORES[way]) as ring:
+        choose_threads(1, ring.cluster.starter.cores)
         profile = measure_live(ring.cluster, model, asked, folder / "cache", 120.0, True, Cancel())
     shape, work = model_shape(config, args.format), Workload(1, LONGEST)
     windows = None
@@ -82,33 +81,18 @@ def predictions(args: argparse.Namespace, folder: Path, way: str, config: Any) -
     return [seconds or 0.0 for seconds in found]
 
 
-def windowed(args: argparse.Namespace, chunks: Path, n_tokens: int) -> float:
-    """Seconds of one prompt; a token is a byte."""
-    command = [
-        sys.executable, str(on_path.ROOT / "src" / "sample.py"), "--chunk", str(chunks / "model_starter.safetensors"),
-        "--memory", str(args.memory), "--prompt", "a" * n_tokens, "--prompt-style", "none", "--n-samples", "1",
-        "--n-tokens", "2", "--threads", "1", "--draft", "none", "--sequence-length", str(LONGEST), "--json",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    seconds: float = json.loads(done.stdout)["samples"][0]["ttft_s"]
-    return seconds
-
-
 def measure(args: argparse.Namespace, chunks: Path, way: str) -> list[tuple[float, ...]]:
     """Seconds of each length."""
-    if way == "window":  # whose memory is counted for all texts that a run may have: here one
-        return [tuple(windowed(args, chunks, n + i) for i in range(args.rounds)) for n in args.lengths]
     from ring.ring_worker import RingSystem
 
-    n = NODES[way]
-    flags = [*FLAGS[way], *(("--memory", str(args.memory)) if way == "window" else ())]
     system = RingSystem(
         {
-            "nodes": n,
+            "nodes": NODES[way],
             "threads": 1,
-            "cores": list(range(n)),
+            "cores": CORES[way],
+            "texts": 1,
             "max_length": LONGEST,
-            "flags": flags,
+            "flags": [*FLAGS[way], *(("--memory", str(args.memory)) if way == "window" else ())],
             "chunks": str(chunks),
         }
     )

@@ -256,10 +256,12 @@ def window_memory() -> str:
         pairs = {key: list(zip(*both.values(), strict=True)) for key, both in found.items()}
         ends = [f"{theirs:g}, {ours:.1f}" for theirs, ours in pairs["without"]]
         two, four = ([f"{theirs:g}, {ours:.2f}" for theirs, ours in pairs[f"window_{n}"]] for n in (2, 4))
-        rows.append([model, f"{ends[0]}; {ends[-1]}", *(f"{a}; {b}" for a, b in zip(two, four, strict=True))])
+        times = [f"{theirs:g} s; {ours:.1f} s predicted" for theirs, ours in pairs["times"]]
+        rows.append([model, f"{ends[0]}; {ends[-1]}", *(f"{a}; {b}" for a, b in zip(two, four, strict=True)), *times])
     n_nodes = result["nodes"]
     head = ["model", f"without a window: theirs, ours (N = {n_nodes[0]}; {n_nodes[-1]})"]
-    return markdown([*head, *(f"W = 2: theirs, ours; W = 4 (N = {n})" for n in n_nodes)], rows)
+    times = [f"{what}: theirs; ours (N = {n_nodes[-1]})" for what in ("first token", "a token")]
+    return markdown([*head, *(f"W = 2: theirs, ours; W = 4 (N = {n})" for n in n_nodes), *times], rows)
 
 
 def serving() -> str:

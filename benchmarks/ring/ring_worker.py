@@ -6,9 +6,10 @@ Options:
     nodes: length of the ring.
     devices: "cuda:0,cpu", one for each node; without it the nodes choose.
     flags: of starter.py, e.g. ["--quantize", "int8"].
-    cores: node i is pinned to cores[i % len(cores)].
+    cores: node i is pinned to cores[i % len(cores)]; null pins nothing.
     threads: of each node.
     max_length: tokens that a sequence may reach.
+    texts: that a run has at the same time, at most; without it, any number.
     quota: share of a core that each node gets once it is loaded; null is all of it.
 """
 
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
-import torch
 
 from mdi.cli import options_of, parser_of
 from mdi.cli import starter as cli_starter
@@ -54,7 +54,7 @@ class RingSystem:
         self._quotas = Quotas()
         self._node: Run | None = None
         # A ring of one node must not get both cores.
-        cores = options["cores"][: n_nodes * n_threads]
+        cores = options["cores"] and options["cores"][: n_nodes * n_threads]
         self._ring = BenchRing(n_nodes, options.get("devices"), n_threads, None, False, False, cores=cores)
         weights = ["--ckpt", options["ckpt"]] if "ckpt" in options else []
         if "chunks" in options:
@@ -77,6 +77,7 @@ class RingSystem:
             GivenNodes(self._ring.cluster, look=self._ring.check),
             run_options(args),
             options["max_length"],
+            n_texts=options.get("texts"),
         )
         self._node.open()
         self._begin = time.perf_counter()
@@ -138,5 +139,7 @@ def parse(flags: list[str]) -> Options:
 
 
 if __name__ == "__main__":
+    import torch  # which a ring of kernels can do without
+
     torch.set_grad_enabled(False)
     serve(RingSystem)

@@ -1,8 +1,8 @@
 """Measures a running cluster: every node measures itself, and every link of the ring is tried.
 
-Nodes of one machine measure one after the other, because together each would measure its share; machines work at the same
-time. Then the nodes of each machine compute at the same time, to know what they take from each other. Links are tried last,
-one by one.
+All nodes measure at the same time, as they compute in a run: those of one machine share its caches, its memory's speed and, if
+they have more threads than it has cores, its cores. One that measured alone would promise what it never has beside the others.
+Links are tried last, one by one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -84,16 +84,10 @@ class ClusterMeasurement:
             self._ended.close()
 
     def _profiles(self) -> tuple[NodeProfile, ...]:
-        each = {node.name: [node] for node in self._cluster.secondaries}
-        self._wait(self._all(each, self._reach))
-        hosts: dict[str, list[NodeConfig]] = {}
-        for node in self._cluster.secondaries:
-            hosts.setdefault(host_of(node.addr), []).append(node)
-        beside = hosts.pop(host_of(self._cluster.starter.addr), [])
-        elsewhere = self._all(hosts, self._ask)
+        self._wait(self._all(self._reach))
+        others = self._all(self._ask)
         starter = self._own()
-        self._wait(elsewhere)
-        self._wait(self._all({"starter": beside}, self._ask))
+        self._wait(others)
         found = (starter, *(self._found[node.name] for node in self._cluster.secondaries))
         machines = [host_of(node.addr) for node in self._cluster.nodes]
         profiles = share_memory(found, machines)
@@ -111,14 +105,9 @@ class ClusterMeasurement:
         """The format that each secondary measured in, by name: its own choice goes before the request's."""
         return self._formats
 
-    def _all(self, groups: Mapping[str, Sequence[NodeConfig]], work: Callable[[NodeConfig], None]) -> FanOut[None]:
-        """A thread for each group that does one node after the other."""
-
-        def run(nodes: Sequence[NodeConfig]) -> None:
-            for node in nodes:
-                work(node)
-
-        return FanOut({group: partial(run, nodes) for group, nodes in groups.items()})
+    def _all(self, work: Callable[[NodeConfig], None]) -> FanOut[None]:
+        """A thread for each secondary."""
+        return FanOut({node.name: partial(work, node) for node in self._cluster.secondaries})
 
     def _wait(self, asked: FanOut[None]) -> None:
         report = Periodic()
