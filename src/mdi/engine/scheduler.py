@@ -41,7 +41,7 @@ PREFILL_SLOWDOWN = 0.6  # prompt rows may make a decoding frame 60 % slower
 FIRST_ROWS = 16  # before anything was measured
 LEAST_ROWS = 4
 MANY_ROWS = 32  # of prompts in a frame, from which on a row costs what it costs in a long prompt
-WEIGHT = 0.2  # of the newest frame without prompt rows
+WEIGHT = 0.2  # of the newest frame that has prompt rows alone
 GROWTH, SHRINKAGE = 1.1, 0.7  # most change of the number by one frame
 
 
