@@ -16,7 +16,7 @@ from prometheus_client.exposition import generate_latest
 from mdi.serve import openai
 from mdi.serve.api import Connection
 from mdi.serve.completions import COMPLETIONS, Completion
-from mdi.serve.endpoint import Exchange, compact
+from mdi.serve.endpoint import PART_BYTES, Exchange, compact
 from mdi.serve.engine_client import GeneratedTexts, TextEvent
 from mdi.serve.prometheus import TOKEN_BUCKETS_S, ApiMetrics
 from mdi.serve.quotas import Quotas
@@ -115,6 +115,37 @@ def test_tokens_of_a_step_are_sent_together_and_each_is_encoded_once(monkeypatch
         [(number, chr(97 + step)) for number in range(n_texts)] for step in range(n_steps)
     ]
     assert encoded == 1 + n_texts * n_steps
+
+
+def test_what_waits_for_a_slow_reader_is_sent_in_parts() -> None:
+    sent: list[bytes] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message.get("more_body"):
+            sent.append(message["body"])
+
+    async def scenario() -> None:
+        exchange = Exchange({"type": "http"}, cast(Any, None), send)
+        for i in range(10_000):
+            await exchange.push(b"%08d" % i, is_followed=i < 9999)
+
+    asyncio.run(scenario())
+    assert b"".join(sent) == b"".join(b"%08d" % i for i in range(10_000))
+    assert len(sent) == 5 and max(map(len, sent)) == PART_BYTES
+
+
+def test_tokens_of_a_text_that_was_ended_hold_back_no_other_text() -> None:
+    texts = GeneratedTexts(lambda message: None, lambda number: None)
+    for number in range(3):
+        texts.add(number, number)
+    for number in (0, 1, 0):
+        texts.take(number, TextEvent([number], None, None, 0))
+    texts.cancel(0)
+    assert texts.has_next
+    texts.cancel(1)
+    assert not texts.has_next
+    texts.take(2, TextEvent([2], "length", None, 0))
+    assert texts.has_next
 
 
 def test_times_between_tokens_are_counted_as_the_library_does() -> None:

@@ -28,6 +28,7 @@ BODY_LIMIT_BYTES = 16 << 20
 MOST_DROPPED_BYTES = 16 * BODY_LIMIT_BYTES
 BODY_S = 30.0
 SIGN_S = 10.0  # clients and proxies give a stream up that says nothing for longer
+PART_BYTES = 16 << 10  # of a stream, that are sent at once
 LARGE_BYTES = 1 << 16
 MOST_LISTS = 1 << 16  # and objects of a body; 4,096 messages have some 12,000
 MOST_VALUES = 1 << 20  # such as token ids
@@ -122,10 +123,11 @@ class Exchange:
         """The next part of a stream, which begins with the first.
 
         Args:
-            is_followed: another part comes at once, and both are sent together.
+            is_followed: another part comes at once, and both are sent together, up to PART_BYTES: thousands may wait for a
+                client that reads slowly.
         """
         self._waiting += data
-        if self._waiting and not is_followed:
+        if self._waiting and (not is_followed or len(self._waiting) >= PART_BYTES):
             await self._push(more=True)
 
     async def _push(self, more: bool) -> None:

@@ -61,11 +61,14 @@ class GeneratedTexts:
         self._events.put_nowait((index, event))
 
     def cancel(self, index: int | None = None) -> None:
-        """The engine frees one of them, or all; no more events come."""
+        """The engine frees one of them, or all; no more events come, and those that have come already are dropped."""
         for number in [number for number, own in self._live.items() if index in (None, own)]:
             self._drop(number)
             with contextlib.suppress(ApiError):  # the engine has gone
                 self._send({"do": "cancel", "id": number})
+        for own, event in [self._events.get_nowait() for _ in range(self._events.qsize())]:
+            if isinstance(event, ApiError) or index not in (None, own):
+                self._events.put_nowait((own, event))
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, TextEvent]]:
         """Index and event, until all have ended. Raises ApiError."""
