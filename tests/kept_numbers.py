@@ -5,7 +5,7 @@ it comes from. Without torch: processes that are killed begin fast.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ class Numbers:
     """Caches of blocks with and without a window, whose rows follow from the keys of their text."""
 
     cache_type = "float32"
+    shares: Mapping[int, str] = {}
 
     def __init__(self, blocks: Collection[int]) -> None:
         self._blocks = blocks

@@ -53,7 +53,8 @@ ENDS_KEPT = 4  # ends of one conversation of which states are kept
 FREE_BYTES = 1 << 30  # that stay free on the disk
 FOREIGN_S = 30 * 24 * 3600.0  # after which files of another key go
 WAITING_BYTES = 64 << 20  # that may wait to be written
-ROOM_S = 10.0  # in which there must be room for a file of another node among them
+ROOM_S = 10.0  # that a file of another node waits for room among them
+FAILING_S = 60.0  # after a file could not be written, in which no file of another node is taken
 BYTES_PER_S = 32 << 20  # written: cards wear out, and readers of the same disk want to read
 MEASURED_BYTES = 1 << 20  # with fewer, a reading says nothing about the disk
 MOST_WANTED = 1024  # names of files that nodes lack, in one question
@@ -187,7 +188,7 @@ class KeptFiles:
         self._rate: tuple[float, float] | None = None  # bytes per second of the last large reading, and when that was
         self._queue: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
         self._waiting: dict[Path, bytes] = {}  # of each file that is to be written, not sealed yet; they count as there
-        self._is_failing = False  # whether the last file could not be written
+        self._failed_s = -FAILING_S  # by the monotonic clock, when the last file could not be written
         self._known_bytes: int | None = None  # of all files; None: they have to be counted
         self._uncounted_bytes = 0  # written since they were counted: others may have written as many
         self._ending, self._closed = threading.Event(), threading.Event()
@@ -274,9 +275,15 @@ class KeptFiles:
             return replace(task, files="", is_done=False)
         n_free = FETCH_BYTES - sum(map(len, files.values()))
         for path in [folder / name for name in sorted(wanted - missing - files.keys())]:
-            if path.exists() and path.stat().st_size <= n_free:
-                files[path.name] = path.read_bytes()
-                n_free -= len(files[path.name])
+            if (waiting := self._waiting.get(path)) is not None:
+                found = self._sealed(path.name, waiting)
+            elif path.exists() and path.stat().st_size <= n_free:
+                found = path.read_bytes()
+            else:
+                continue
+            if len(found) <= n_free:
+                files[path.name] = found
+                n_free -= len(found)
         more = sorted(missing - wanted)[: max(0, MOST_WANTED - len(wanted))]
         return task.with_files(sorted(wanted.union(more)), files)
 
@@ -365,7 +372,7 @@ class KeptFiles:
         """For a file of another node. Raises EngineError if the disk takes none."""
         with self._lock:
             has_room = self._lock.wait_for(lambda: self._waiting_bytes < WAITING_BYTES, ROOM_S)
-        if self._is_failing or not has_room:
+        if not has_room or time.monotonic() - self._failed_s < FAILING_S:
             raise EngineError("this disk does not take it")
 
     def _remove_others(self, task: PrefixTask) -> None:
@@ -426,10 +433,10 @@ class KeptFiles:
             try:
                 self._write(path, self._sealed(path.name, data))
                 _keep_newest(item.earlier, item.n_earlier)
-                self._is_failing = False
+                self._failed_s = -FAILING_S
             except Exception as e:  # of one file; the thread goes on with the next one
                 self._count_again()
-                self._is_failing = True
+                self._failed_s = time.monotonic()
                 if not is_told:
                     logger.warning("prefixes are not kept on this disk: %s", e)
                 is_told = True
