@@ -1,7 +1,8 @@
 """Compiles the kernels and writes the demo's model for `pip install` and for wheels; all else stands in pyproject.toml.
 
-No C++ compiler is no failure: the installed package then says why, and compiles them at first use, or does without. CXX may
-be a cross compiler; `make wheels` (.ci/wheels) uses that, and names what comes out after the systems that can load it.
+No C++ compiler is no failure: the installed package then says why (an editable one does not), and compiles them at first use,
+or does without. CXX may be a cross compiler; `make wheels` (.ci/wheels) uses that, and names what comes out after the systems
+that can load it.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ class RowFloat16:
 class BlockInt8:
     """8 bits, in blocks of 64 values of a row: a bfloat16 scale for 63 of them, and the largest one apart, as bfloat16.
 
-    Rows have columns that are tens of times larger than the rest (Dettmers et al. 2022, LLM.int8(), section 4). With
-    one scale for all 64, such a channel would leave little of its neighbours.
+    Rows have columns that are tens of times larger than the rest (Dettmers et al. 2022, LLM.int8(), section 4). With one scale
+    for all 64, such a column would leave little of its neighbours.
     """
 
     payload_type = BLOCK_INT8

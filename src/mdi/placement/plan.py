@@ -301,7 +301,7 @@ class PlanReport:
         return dataclasses.replace(self, draft=DraftPlan(rate, n_frames, n_rows, tokens_s, beats))
 
     def with_kept(self, profile: ClusterProfile, shape: ModelShape) -> PlanReport:
-        """The report with what a kept prompt takes: machines read their files at once. Nodes that share blocks keep none."""
+        """The report with what a kept prompt takes: machines read their files at once. Not for nodes that share blocks."""
         if self.first_token is None or self.groups:
             return self
         speeds = {node.name: node.disk_read_bytes_s for node in profile.nodes}

@@ -4,7 +4,8 @@ Each node calls those before it, on their ring ports, once the ring is closed. T
 fit, after a proof of the cluster key where there is one. Then all send each other as much as opens TCP's windows.
 
 A frame goes through a group from node to node. Each node passes it on before it computes its share, and the last one sends the
-result to the next stage. A task about prefixes goes on with each node's answer, also where the group is the whole ring.
+result to the next stage. A task about prefixes goes on with each node's answer (FILL before it), also where the group is the
+whole ring.
 """
 
 from __future__ import annotations
