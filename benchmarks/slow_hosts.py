@@ -35,8 +35,8 @@ class SlowHosts(Hosts):
 
     def __init__(self, n_hosts: int, delay_s: float, *mbit: float) -> None:
         self._switch: subprocess.Popen[str] | None = None
-        super().__init__(n_hosts, IFF_NO_PI | IFF_VNET_HDR)
         self._folder = tempfile.TemporaryDirectory()
+        super().__init__(n_hosts, IFF_NO_PI | IFF_VNET_HDR)
         try:
             for tap in self.taps:
                 fcntl.ioctl(tap, TUNSETOFFLOAD, CHECKSUM | TSO4)

@@ -63,6 +63,8 @@ class Results:
     def _write(self) -> None:
         from mdi.files import replacing
 
+        for key in ("date", "machine") if self.runs else ():  # of the last run
+            self.data[key] = max(self.runs.values(), key=lambda run: run["date"])[key]
         lines = {key: json.dumps(rounded(run)) for key, run in sorted(self.runs.items())}
         text = ",\n".join(f"{json.dumps(key)}: {line}" for key, line in lines.items())
         rest = {key: value for key, value in self.data.items() if key != "runs"}
@@ -148,7 +150,7 @@ def measured_run(case: Case) -> dict[str, Any]:
 
 
 def expected_s(model: Model, n_nodes: int, n_tokens: int) -> float:
-    """How long a run may take, by shorter runs on two cores of an AMD EPYC."""
+    """How long a run may take, by `Model.seconds` and the share of the tokens."""
     return START_S + model.seconds[n_nodes] * n_tokens / model.n_tokens
 
 

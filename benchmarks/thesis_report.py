@@ -65,7 +65,11 @@ def caption(data: dict[str, Any]) -> str:
     links = (
         "one host" if any(run["loopback"] for run in runs.values()) else "Gigabit Ethernet between network namespaces"
     )
-    return f"Measured on {' and '.join(days)}: {machines}; {links}; {type_of(runs)}. One thread per node."
+    others = [100 * run.get("others_share", 0) for run in runs.values()]
+    return (
+        f"Measured on {' and '.join(days)}: {machines}; {links}; {type_of(runs)}. One thread per node; other programs took "
+        f"{min(others):.0f} to {max(others):.0f} % of the cores."
+    )
 
 
 def type_of(runs: dict[str, Any]) -> str:
