@@ -65,7 +65,8 @@ class ForkedChildren:
         asked = {"code": code, "argv": list(argv), "out": str(out), "err": str(err)}
         self._server.stdin.write(json.dumps(asked) + "\n")
         self._server.stdin.flush()
-        status = int(self._server.stdout.readline())
+        assert (line := self._server.stdout.readline()), "the server ended"
+        status = int(line)
         return subprocess.CompletedProcess(list(argv), status, out.read_text(), err.read_text())
 
     def __enter__(self) -> ForkedChildren:

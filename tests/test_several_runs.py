@@ -195,7 +195,7 @@ def test_a_neighbour_that_reads_nothing_stops_its_own_ring_only(node: SecondaryN
             assert turn.ring.next_link.is_full and not turn.ring.is_pending
             with started([node], checkpoints[0], "2,3") as going:
                 assert texts_of(going, 20) == expected(4, 20)
-            assert turn.ring.next_link.is_full, "it was stuck all the time"
+            until(lambda: turn.ring.next_link.is_full)  # the system may have taken some more bytes meanwhile
         finally:
             over.set()
             stuck.ring.stop("enough")  # type: ignore[union-attr]

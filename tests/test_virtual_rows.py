@@ -810,7 +810,7 @@ def test_a_node_checks_the_rows_that_it_gets(made: Tuned) -> None:
         {key: TensorSpec("F32", (7, 48))}, {stored_name(2, 2, "prefix_value"): TensorSpec("F32", (7, 16))},
         {stored_name(2, 65, "prompt"): TensorSpec("F32", (5, 48))}, {stored_name(3, 1, "prompt"): TensorSpec("F32", (5, 48))},
     ):  # fmt: skip
-        with pytest.raises(CheckpointError):
+        with pytest.raises(CheckpointError, match="is no part of an adapter"):
             check_stored({**right, **change}, "adapter.2", config, "it")
 
     weights = Resident(source.part_names(), lambda part: source.weights(part))

@@ -123,8 +123,8 @@ def test_several_threads_make_the_bytes_of_one(monkeypatch: pytest.MonkeyPatch) 
         pack_blocks(found, read)
         assert np.array_equal(found.data, expected.data) and len(seen) > 3
     rows[n_out - 1, 1] = 0x7C  # the last piece
-    with pytest.raises(CheckpointError):
-        pack_blocks(found, read)
+    with pytest.raises(CheckpointError, match="^blk.7 "):
+        pack_blocks(found, read, "blk.7")
 
 
 def exact_activations(n_rows: int, n_in: int, seed: int = 2) -> np.ndarray:
