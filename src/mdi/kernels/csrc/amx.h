@@ -123,8 +123,11 @@ inline void matrix_unit_format(const MdiMatrix& w, int first, int last, const By
       for (int m = 0; m < kMatrixBlock; m++) total[m] = splat(0.0f);
       if constexpr (kFormat == kInt8) int8_matrix(w, p, x, m0, total);
       else half_matrix<kFormat>(w, start, x, m0, total);
-      for (int m = 0; m < kMatrixBlock && m0 + m < n_rows; m++)
-        finish(add_large<kFormat>(whole_sum<kFormat>(total[m]), start, x, m0 + m), w, p, out, m0 + m);
+      for (int m = 0; m < kMatrixBlock && m0 + m < n_rows; m++) {
+        F sum[1] = {whole_sum<kFormat>(total[m])};
+        add_large<kFormat>(sum, start, panel_bytes, x, m0 + m);
+        finish(sum[0], w, p, out, m0 + m);
+      }
     }
   }
   _tile_release();

@@ -119,14 +119,13 @@ void decode(const uint8_t* panel, int first_step, int n_steps, Decoded& to) {
   }
 }
 
-// The weights of input k of a panel, sixteen floats.
+constexpr int kRowsAtOnce = 96;  // whole tiles of every instruction set
+
+// The sixteen weights of input k of a record, whose scales are decoded already.
 template <int kFormat>
-void weights_of(const uint8_t* panel, int k, float* weights) {
+inline F weights_of(const uint8_t* record, uint32_t k, const float (*scale)[16], const float (*more)[16]) {
   constexpr BlockType t = block_type(kFormat);
-  constexpr RecordShape shape = record_shape(kFormat);
-  const uint8_t* record = panel + (int64_t)(k / (64 * shape.steps)) * shape.bytes;
-  const uint8_t* words = record + shape.header;
-  k %= 64 * shape.steps;
+  const uint8_t* words = record + record_shape(kFormat).header;
   Place at = place_of(kFormat, k / 64, k % 64 / 4);
   int first_bit = k % 4 * 8;
   F q;
@@ -144,10 +143,30 @@ void weights_of(const uint8_t* panel, int k, float* weights) {
   } else {
     q = sub(q, splat((float)t.offset));
   }
-  alignas(64) float scale[16][16], more[8][16];
-  decode_scales<kFormat>(record, scale, more);
   F w = mul(q, load(scale[k / t.group]));
-  store(weights, t.has_minimum ? add(w, load(more[k / t.group])) : w);
+  return t.has_minimum ? add(w, load(more[k / t.group])) : w;
+}
+
+// Adds to a panel's sums with the rows [first, last), 16 floats each and `stride` apart, what the rows' large numbers add. Record by
+// record, so that its scales are decoded once for all rows; each row takes its large numbers in their order.
+template <int kFormat>
+void add_large_of(const uint8_t* panel, const ByteRows& x, int first, int last, float* sums, int stride) {
+  constexpr RecordShape shape = record_shape(kFormat);
+  constexpr uint32_t each = 64 * shape.steps;
+  const Large *next[kRowsAtOnce], *end[kRowsAtOnce];
+  for (int m = first; m < last; m++) next[m - first] = x.large_of(m), end[m - first] = next[m - first] + x.n_large.data()[m];
+  alignas(64) float scale[16][16], more[8][16];
+  for (uint32_t begin = 0; begin < (uint32_t)x.width; begin += each, panel += shape.bytes) {
+    bool is_decoded = false;
+    for (int m = 0; m < last - first; m++) {
+      float* sum = sums + (int64_t)m * stride;
+      for (; next[m] != end[m] && next[m]->input < begin + each; next[m]++) {
+        if (!is_decoded) decode_scales<kFormat>(panel, scale, more);
+        is_decoded = true;
+        store(sum, fma(weights_of<kFormat>(panel, next[m]->input - begin, scale, more), splat(next[m]->value), load(sum)));
+      }
+    }
+  }
 }
 
 // What a tile reads of the rows of a block from its row `m` on: `n` is the block's number of rows.
@@ -341,7 +360,6 @@ void multiply_one(const uint8_t* panel, int n_steps, const ByteRows& x, float* t
 #endif
 
 constexpr int kChunkSteps = 4;
-constexpr int kRowsAtOnce = 96;  // whole tiles of every instruction set
 
 // The rows of a block that one chunk of weights is multiplied by, in as few pieces as there are sizes of tiles.
 template <int kRows, int kGroupInputs, bool kHasMinimum, int kNarrow>
@@ -356,22 +374,9 @@ inline void multiply_rows(const Decoded* w, int n_steps, const ByteRows& x, cons
 
 struct Functions {  // of a type
   void (*decode)(const uint8_t* panel, int first_step, int n_steps, Decoded& to);
-  void (*weights_of)(const uint8_t* panel, int k, float* weights);
+  void (*add_large)(const uint8_t* panel, const ByteRows& x, int first, int last, float* sums, int stride);
   void (*multiply_one)(const uint8_t* panel, int n_steps, const ByteRows& x, float* total);  // or null
 };
-
-// Row m's products with a panel, from their sum without the row's large numbers.
-inline void finish_blocks(const float* total, const Functions& of, const uint8_t* start, const MdiMatrix& w, int panel,
-                          const ByteRows& x, const Out& out, int m) {
-  F sum = load(total);
-  const Large* large = x.large_of(m);
-  for (int i = 0; i < x.n_large.data()[m]; i++) {
-    alignas(64) float weights[16];
-    of.weights_of(start, large[i].input, weights);
-    sum = fma(load(weights), splat(large[i].value), sum);
-  }
-  finish(sum, w, panel, out, m);
-}
 
 template <int kGroupInputs, bool kHasMinimum, int kNarrow>
 void block_products(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out, const Functions& of) {
@@ -389,7 +394,8 @@ void block_products(const MdiMatrix& w, int first, int last, const ByteRows& x, 
     if (n_rows == 1 && of.multiply_one) {
       for (int p = 0; p < n_panels; p++) {
         of.multiply_one(start + p * panel_bytes, n_steps, x, totals);
-        finish_blocks(totals, of, start + p * panel_bytes, w, panel + p, x, out, 0);
+        if (x.n_large.data()[0]) of.add_large(start + p * panel_bytes, x, 0, 1, totals, 16);
+        finish(load(totals), w, panel + p, out, 0);
       }
       continue;
     }
@@ -413,9 +419,10 @@ void block_products(const MdiMatrix& w, int first, int last, const ByteRows& x, 
           m += block.n;
         }
       }
+      for (int p = 0; p < n_panels; p++)
+        of.add_large(start + p * panel_bytes, x, m0, end, totals + 16 * p, 16 * kPanels);
       for (int m = m0; m < end; m++)
-        for (int p = 0; p < n_panels; p++)
-          finish_blocks(totals + ((m - m0) * kPanels + p) * 16, of, start + p * panel_bytes, w, panel + p, x, out, m);
+        for (int p = 0; p < n_panels; p++) finish(load(totals + ((m - m0) * kPanels + p) * 16), w, panel + p, out, m);
     }
   }
 }
@@ -424,9 +431,9 @@ template <int kFormat>
 inline void block_panels(const MdiMatrix& w, int first, int last, const ByteRows& x, int n_rows, const Out& out) {
   constexpr BlockType t = block_type(kFormat);
 #ifdef MDI_ONE_ROW
-  const Functions of = {decode<kFormat>, weights_of<kFormat>, multiply_one<kFormat>};
+  const Functions of = {decode<kFormat>, add_large_of<kFormat>, multiply_one<kFormat>};
 #else
-  const Functions of = {decode<kFormat>, weights_of<kFormat>, nullptr};
+  const Functions of = {decode<kFormat>, add_large_of<kFormat>, nullptr};
 #endif
   block_products<t.group, t.has_minimum, kNarrowLines<kFormat>>(w, first, last, x, n_rows, out, of);
 }

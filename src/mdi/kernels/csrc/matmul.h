@@ -129,14 +129,14 @@ template <int kFormat> constexpr int kHalfOffset = kFormat == kMxfp4 ? 12 : 8;  
 alignas(16) static const uint8_t kTwiceE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 template <int kFormat>
-inline const uint8_t* step_lines(const uint8_t* panel, int step) {
+inline const uint8_t* step_lines(const uint8_t* panel, uint32_t step) {
   constexpr int n = kRecordSteps<kFormat>;
   return panel + (int64_t)(step / n) * kRecordBytes<kFormat> + 64 + step % n * kStepLines<kFormat> * 64;
 }
 
 // Scales of group 0 or 1 of a step.
 template <int kFormat>
-inline F step_scales(const uint8_t* panel, int step, int group) {
+inline F step_scales(const uint8_t* panel, uint32_t step, int group) {
   constexpr int n = kRecordSteps<kFormat>;
   const uint8_t* line = panel + (int64_t)(step / n) * kRecordBytes<kFormat>;
   if constexpr (kFormat == kMxfp4) return load_exponents(line + 16 * (step % n * 2 + group));
@@ -156,31 +156,37 @@ inline int n_steps(const MdiMatrix& w) {
   return padded(w.n_in, 64 * n) / 64;
 }
 
-// What the large numbers of a row add, from the bytes that the tile has just read.
-template <int kFormat>
-inline F add_large(F total, const uint8_t* panel, const ByteRows& x, int m) {
-  const Large* large = x.large_of(m);
-  for (int i = 0; i < x.n_large.data()[m]; i++) {
-    int k = large[i].input;
-    F q, scale;
-    if constexpr (kFormat == kInt8) {
-      const uint8_t* record = panel + (int64_t)(k / 128) * (33 * 64);
-      q = sub(byte_of_lane(record + 64 + k % 128 / 4 * 64, k % 4 * 8, 255), splat(128.0f));
-      scale = load_half((const uint16_t*)record + k % 128 / 64 * 16);
-    } else {
-      q = byte_of_lane(step_lines<kFormat>(panel, k / 64) + k % 64 / 8 * 64, k % 4 * 8 + k % 8 / 4 * 4, 15);
-      if constexpr (kFormat == kMxfp4) {
-        alignas(64) float lane[16];
-        store(lane, q);
-        for (float& a : lane) a = kTwiceE2m1[(int)a];
-        q = load(lane);
+// Adds to sums of panels side by side what the large numbers of row m add, from the bytes that the tile has just read. A function of
+// its own: inlined, it makes the tile's main loop slower by up to a seventh, with one row.
+template <int kFormat, int kPanels>
+__attribute__((noinline)) void add_large(F (&sums)[kPanels], const uint8_t* panel, int64_t panel_bytes, const ByteRows& x, int m) {
+  const Large* end = x.large_of(m) + x.n_large.data()[m];
+  for (const Large* large = x.large_of(m); large != end; large++) {
+    uint32_t k = large->input;
+    F value = splat(large->value);
+    const uint8_t* at = panel;
+    #pragma GCC unroll 8
+    for (int p = 0; p < kPanels; p++, at += panel_bytes) {
+      F q, scale;
+      if constexpr (kFormat == kInt8) {
+        const uint8_t* record = at + (int64_t)(k / 128) * (33 * 64);
+        q = sub(byte_of_lane(record + 64 + k % 128 / 4 * 64, k % 4 * 8, 255), splat(128.0f));
+        scale = load_half((const uint16_t*)record + k % 128 / 64 * 16);
+      } else {
+        const uint8_t* line = step_lines<kFormat>(at, k / 64) + k % 64 / 8 * 64;
+        if constexpr (kFormat == kMxfp4) {
+          alignas(64) uint8_t twice[64];
+          W both = load_line(line);
+          store_line(twice, looked_up(k % 8 / 4 ? high_halves(both) : low_halves(both), kTwiceE2m1));
+          q = mul(sub(byte_of_lane(twice, k % 4 * 8, 255), splat((float)kHalfOffset<kFormat>)), splat(0.5f));
+        } else {
+          q = sub(byte_of_lane(line, k % 4 * 8 + k % 8 / 4 * 4, 15), splat((float)kHalfOffset<kFormat>));
+        }
+        scale = step_scales<kFormat>(at, k / 64, k % 64 / 32);
       }
-      q = mul(sub(q, splat((float)kHalfOffset<kFormat>)), splat(kFormat == kMxfp4 ? 0.5f : 1.0f));
-      scale = step_scales<kFormat>(panel, k / 64, k % 64 / 32);
+      sums[p] = fma(mul(q, scale), value, sums[p]);
     }
-    total = fma(mul(q, scale), splat(large[i].value), total);
   }
-  return total;
 }
 
 #ifdef MDI_NEON
@@ -251,9 +257,10 @@ void int8_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const O
   }
   F sum_of[kRows][kPanels];
   in_memory(total, sum_of);
-  for (int m = 0; m < kRows; m++)
-    for (int p = 0; p < kPanels; p++)
-      finish(add_large<kInt8>(sum_of[m][p], start + p * panel_bytes, x, m0 + m), w, panel + p, out, m0 + m);
+  for (int m = 0; m < kRows; m++) {
+    if (x.n_large.data()[m0 + m]) add_large<kInt8>(sum_of[m], start, panel_bytes, x, m0 + m);
+    for (int p = 0; p < kPanels; p++) finish(sum_of[m][p], w, panel + p, out, m0 + m);
+  }
 }
 
 template <int kRows, int kPanels, int kFormat>
@@ -323,9 +330,11 @@ void half_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const O
   }
   F sum_of[kRows][kPanels];
   in_memory(total, sum_of);
-  for (int m = 0; m < kRows; m++)
-    for (int p = 0; p < kPanels; p++)
-      finish(add_large<kFormat>(whole_sum<kFormat>(sum_of[m][p]), start + p * panel_bytes, x, m0 + m), w, panel + p, out, m0 + m);
+  for (int m = 0; m < kRows; m++) {
+    for (int p = 0; p < kPanels; p++) sum_of[m][p] = whole_sum<kFormat>(sum_of[m][p]);
+    if (x.n_large.data()[m0 + m]) add_large<kFormat>(sum_of[m], start, panel_bytes, x, m0 + m);
+    for (int p = 0; p < kPanels; p++) finish(sum_of[m][p], w, panel + p, out, m0 + m);
+  }
 }
 
 template <int kRows, int kPanels, int kFormat>

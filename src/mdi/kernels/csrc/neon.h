@@ -279,8 +279,11 @@ void byte_tile(const MdiMatrix& w, int panel, const ByteRows& x, int m0, const O
   }
   F rows[kRows];
   unrolled<kRows>([&](auto m) MDI_INLINE { rows[m] = row_of<kRows, m>(total); });
-  for (int m = 0; m < kRows; m++)
-    finish(add_large<kFormat>(whole_sum<kFormat>(rows[m]), start, x, m0 + m), w, panel, out, m0 + m);
+  for (int m = 0; m < kRows; m++) {
+    F sum[1] = {whole_sum<kFormat>(rows[m])};
+    add_large<kFormat>(sum, start, 0, x, m0 + m);
+    finish(sum[0], w, panel, out, m0 + m);
+  }
 }
 
 #undef MDI_INLINE

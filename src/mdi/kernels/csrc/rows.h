@@ -28,7 +28,7 @@ inline void store_part(float* p, F x, int n) {
 // A number that is far larger than the rest of its group: multiplied beside, so that the rest keeps its precision
 // (LLM.int8(), Dettmers et al. 2022, section 3, does so for whole columns).
 struct Large {
-  int32_t input;
+  uint32_t input;
   float value;
 };
 
@@ -119,7 +119,7 @@ inline float take_large(float* group, int first, Large* large, int32_t& n_large)
     }
     for (int i = 0; i < kGroup; i++) {
       if (__builtin_fabsf(group[i]) == biggest) {
-        large[n_large++] = {first + i, group[i]};
+        large[n_large++] = {(uint32_t)(first + i), group[i]};
         group[i] = 0;
         break;
       }
