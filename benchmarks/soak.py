@@ -319,7 +319,8 @@ async def soak(args: argparse.Namespace, port: int, server: int, asked: list[tup
         for _ in range(args.clients)
     ]
     tasks = [asyncio.create_task(client.run(may_ask, args.rest)) for client in clients]
-    tasks.append(asyncio.create_task(kill(server, args.kill_every, chance, tally)))
+    if args.kill_every:
+        tasks.append(asyncio.create_task(kill(server, args.kill_every, chance, tally)))
     end = time.monotonic() + 60 * args.minutes
     try:
         while time.monotonic() < end:
@@ -343,7 +344,7 @@ async def soak(args: argparse.Namespace, port: int, server: int, asked: list[tup
 
 async def kill(server: int, every_s: float, chance: random.Random, tally: Tally) -> None:
     """SIGKILL for one of the server's secondaries, again and again."""
-    while every_s:
+    while True:
         await asyncio.sleep(every_s)
         pids = [pid for name, pid in processes(server) if name.startswith("secondary")]
         if pids:

@@ -122,6 +122,40 @@ def test_the_longest_beginning_wins_and_beginnings_of_others_are_needless() -> N
     assert kept.find("a", ids) is None and kept.total == [5]
 
 
+def test_what_another_one_begins_with_is_not_kept_a_second_time() -> None:
+    kept, ids = Prefixes(memory_of(100), 1), tuple(range(5 * PAGE))
+    assert kept.add(Kept(1, "a", ids, (5,))) == []
+    assert kept.add(Kept(2, "a", (7,) * PAGE, (1,))) == []
+    assert kept.add(Kept(3, "a", ids[: 2 * PAGE + 3], (3,))) == [3] and kept.add(Kept(4, "a", ids, (5,))) == [4]
+    assert kept.add(Kept(5, "b", ids[: 2 * PAGE], (2,))) == [], "of another owner"
+    assert kept.add(Kept(6, "a", (*ids[: 2 * PAGE], 9999), (3,))) == [], "it goes on otherwise"
+    assert len(kept) == 4 and kept.total == [11]
+    assert kept.drop_oldest() == 2, "1 was used when 4 ended"
+
+
+@pytest.mark.parametrize(("n_short", "gone"), [(4 * PAGE, []), (10 * PAGE - 3, [2])])
+def test_a_beginning_is_kept_where_the_longer_one_was_there_before_and_cannot_be_cut_to_it(
+    n_short: int, gone: list[int]
+) -> None:
+    kept, ids = Prefixes(memory_of(100, window=2), 1), tuple(range(10 * PAGE))
+    assert kept.add(Kept(1, "a", ids, (10,), 10 * PAGE)) == []
+    assert kept.add(Kept(2, "a", ids[:n_short], (9,), n_short)) == gone
+
+
+@pytest.mark.parametrize(("share", "n_left"), [(0.0, 0), (1.0, 6)])
+def test_nodes_free_all_that_is_not_kept(share: float, n_left: int) -> None:
+    """Where a window cannot go back, the end of each prompt is copied; too little memory for it is as if there were none."""
+    scheduler, held = Scheduler(memory=memory_of(60, window=2), kept_share=share), set[int]()
+    for seq_id in range(3):
+        params = SamplingParams(3 * PAGE, temperature=0)
+        scheduler.submit(Sequence(seq_id, (seq_id,) * 4 * PAGE, params, 10_000, owner="a"))
+        while (plan := scheduler.schedule()) is not None:
+            held -= set(plan.freed)
+            held |= {s.seq_id for s in plan.slices} | {new_id for _, new_id in plan.copies}
+            scheduler.update(plan.number, {s.seq_id: [1] for s in plan.slices if s.n_logits})
+    assert len(held) == n_left
+
+
 def test_windows_are_not_cut_beyond_what_they_kept() -> None:
     kept = Prefixes(memory_of(100, window=PAGE), 1)
     ids = tuple(range(10 * PAGE))

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from mdi.serve.host import ModelHost
 from mdi.serve.models import Models
 from mdi.spec.extent import Extent
 from mdi.spec.model_id import ModelId
-from waiting import until
+from waiting import until, until_gone
 
 
 class Joins:
@@ -238,6 +239,19 @@ def test_a_ring_that_is_formed_after_the_end_is_closed(monkeypatch: pytest.Monke
     may_form.set()
     until(lambda: rings.closed == [1, 2])
     assert engine.ran == [1] and loop.failure is None
+
+
+def test_a_ring_that_broke_is_not_kept() -> None:
+    """Its caches would take their memory as long as the run goes on."""
+    rings, engine = Rings(), Engine()
+    loop, cancel = started(rings, engine)
+    for number in (2, 3):
+        link = weakref.ref(rings.ring.computed)
+        until(lambda: loop.running is not None)
+        engine.break_off()
+        until(lambda number=number: loop.running is not None and loop.running.number == number)  # type: ignore[misc]
+        until_gone(link)
+    ended(loop, cancel)
 
 
 def test_other_adapters_that_are_wanted_while_a_ring_is_left_are_refused() -> None:

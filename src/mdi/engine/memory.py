@@ -132,9 +132,12 @@ class Prefixes:
 
     def add(self, kept: Kept) -> list[int]:
         """Keep one more; those that are given up for it: its own beginnings, where it can be cut to them, and the oldest where
-        the share is full.
+        the share is full. It is given up itself where it is such a beginning of another one.
         """
         kept = replace(kept, keys=tuple(self.keys(kept.owner, kept.ids)))
+        if (whole := self._longer(kept)) is not None:
+            self._kept[whole] = self._kept.pop(whole)  # used just now
+            return [kept.seq_id]
         needless = [
             other
             for key in kept.keys
@@ -152,6 +155,15 @@ class Prefixes:
         while any(n > limit for n, limit in zip(self.total, self._limits, strict=True)):
             gone.append(self.drop_oldest())
         return gone
+
+    def _longer(self, kept: Kept) -> int | None:
+        """One that has the same tokens, or more behind them, and can be cut to them."""
+        n = len(kept.ids)
+        for seq_id in self._by_pages.get(kept.keys[-1], ()) if kept.keys else ():
+            other = self._kept[seq_id]
+            if other.ids[:n] == kept.ids and self._cut_to(other, n) == n:
+                return seq_id
+        return None
 
     def find(self, owner: str, ids: Sequence[int]) -> tuple[int, int] | None:
         """The sequence whose caches to continue from, and after how many tokens; None if none help.

@@ -492,7 +492,8 @@ class RingLoop:
         """Generate from here on, in other threads."""
         self.engine = engine
         self._computing = EngineThread(engine, self._events.put, recorder)
-        self._thread = threading.Thread(target=self._run, args=(ring,), name="run", daemon=True)
+        first = [ring]  # a thread keeps its arguments, and the ring's caches would stay as long as the run
+        self._thread = threading.Thread(target=self._run, args=(first,), name="run", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -502,8 +503,8 @@ class RingLoop:
             self._thread.join(JOIN_S)
             self._computing.close()
 
-    def _run(self, ring: Ring) -> None:
-        engine = self.engine
+    def _run(self, first: list[Ring]) -> None:
+        engine, ring = self.engine, first.pop()
         assert engine is not None
         try:
             while not self._cancel.is_cancelled and (cause := self._generate(ring, engine)) is not None:
