@@ -8,7 +8,9 @@ themselves are small, and real. Rows have a sixteenth of BLOOM's width, and link
 
 Of 64 x 128 half is sent, by several clients together, but eight texts each at least: rates are the same.
 
-    petals.py --models FOLDER --until-s 180     root; cells that are not in the file of results yet, as many as begin in time
+Offloading is one device that has all blocks in a window of a tenth: reading all of them takes as long as in its appendix B.
+
+    petals.py --models FOLDER --until-s 180     root; cells that this machine has not measured yet, as many as begin in time
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,20 +30,24 @@ from typing import Any, NamedTuple
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import on_path  # noqa: F401
-from records import add_json_flag, save
+from records import add_json_flag, machine, save
 
 FORK = multiprocessing.get_context("fork")
 PORT, RING_PORT, CLIENT_PORT = 8088, 5088, 9088
 PART = 16  # of the paper's width of rows, and of its rates
 LOCAL = {"128": 2.46, "2048": 2.28, "1x128": 98.4}  # steps/s and tokens/s of three A100 in one machine
 N_BLOCKS = 70
-SHARES = {3: (23, 23, 24), 10: (7,) * 10, 12: (7,) * 9 + (3, 2, 2)}  # of the blocks, by the number of nodes
+PASS_S = 5.5  # of 176 GB over PCIe 4.0 with 16 lanes
+OFFLOADED_BLOCKS = 10  # of the model, in a window
+SHARES = {1: (70,), 3: (23, 23, 24), 10: (7,) * 10, 12: (7,) * 9 + (3, 2, 2)}  # of the blocks, by the number of nodes
 N_STEPS = 7
+START_S = 600.0  # that nodes have until all of them have measured themselves, on few cores and beside other programs
 CONTEXTS, BATCHES = (128, 2048), (1, 64)
+LENGTH = max(CONTEXTS) + N_STEPS + 2
 
 
 class Case(NamedTuple):
-    """A line of the paper's table. Round trips in ms."""
+    """A line of the paper's table. Round trips in ms. One node offloads, and has no links."""
 
     nodes: int
     clients: int
@@ -61,7 +67,7 @@ PAPER: dict[Case, tuple[float | None, ...]] = {
     Case(10, 10, 1000, 5): (1.17, 1.01, 31.0, 131.0), Case(10, 10, 100, 5): (1.05, 0.99, 20.1, 28.1),
     Case(10, 10, 100, 100): (0.34, 0.33, 6.5, 16.8), Case(12, 1, 1000, 5): (1.24, 1.06, 37.9, 180.0),
     Case(12, 1, 100, 5): (1.24, 1.05, 25.6, 66.0), Case(12, 1, 100, 100): (0.57, 0.53, 5.8, 44.3),
-    Case(12, 12, 1000, 5): (0.90, 0.86, None, None),
+    Case(12, 12, 1000, 5): (0.90, 0.86, None, None), Case(1, 1, 0, 0): (0.18, 0.18, 2.7, 170.3),
 }  # fmt: skip
 
 
@@ -105,10 +111,9 @@ def node(waits: Path, n_nodes: int, index: int, words: Sequence[object]) -> None
 
 
 def client(model: Path, key: Path, address: str, peer: str, asked: Connection) -> None:
-    """A starter that is asked for ("steps", context) or ("forward", texts), and answers with the times of its tokens."""
+    """A starter over the swarm."""
     from mdi.cancel import Cancel
     from mdi.control.meeting import Peer
-    from mdi.engine.sequence import SamplingParams
     from mdi.net.keys import KeyFile
     from mdi.run.nodes import SwarmNodes
     from mdi.run.run import Run
@@ -116,24 +121,81 @@ def client(model: Path, key: Path, address: str, peer: str, asked: Connection) -
     from mdi.spec.cluster import NodeConfig
     from mdi.spec.options import StarterOptions
 
-    swarm = Swarm([Peer(peer, PORT)], KeyFile(key), 120.0)
+    swarm = Swarm([Peer(peer, PORT)], KeyFile(key), START_S)
     place = NodeConfig("starter", address, CLIENT_PORT, CLIENT_PORT + 1)
     source = SwarmNodes(swarm, lambda: place, Cancel(), 1, None, lambda: None)
     options = StarterOptions(
         ckpt=model, prompt_style="none", device="cpu", dtype="float32", wire_dtype="int8", draft="none",
         silence_s=120.0,
     )  # fmt: skip
-    with source, Run(source, options, max(CONTEXTS) + N_STEPS + 2, n_texts=max(BATCHES)) as run:
-        asked.send([])
-        while True:
-            what, n = asked.recv()
-            n_texts, n_ids, n_tokens = (1, n, N_STEPS + 1) if what == "steps" else (n, 128, 1)
-            times = [time.monotonic()] if what == "forward" else []
-            for k in range(n_texts):
-                ids = [1 + (7 * k + 3 * i) % 200 for i in range(n_ids)]
-                note(run.submit("", ids, SamplingParams(n_tokens, temperature=0.0)), times)
-            run.read()
-            asked.send(times)
+    with source, Run(source, options, LENGTH, n_texts=max(BATCHES)) as run:
+        answer(run, asked)
+
+
+def offloading(model: Path, n_blocks: int, waits: Path, asked: Connection) -> None:
+    """A client that has all blocks, in a window. Reading half a block waits, and computing with it meanwhile."""
+    from mdi.run.nodes import GivenNodes
+    from mdi.run.run import Run
+    from mdi.spec.cluster import standalone
+    from mdi.spec.options import StarterOptions
+    from mdi.spec.window import WindowMemory, WindowOptions
+    from mdi.stages import window
+    from mdi.stages.kernel_stage import KernelStage
+
+    computed, in_memory, read = KernelStage.__call__, window.Window.unit, window.read_unit
+    read_s = compute_s = 0.0  # of half a block
+
+    def waiting(stage: KernelStage, x: Any, slices: Any, *more: Any) -> Any:
+        nonlocal read_s, compute_s
+        is_slow = len(x) == 1 or waits.exists()
+        whole = PASS_S, device_s(len(x), max(one.start for one in slices))
+        read_s, compute_s = (is_slow * seconds / (2 * n_blocks) for seconds in whole)
+        return computed(stage, x, slices, *more)
+
+    @contextlib.contextmanager
+    def unit(of: window.Window, part: str, piece: int) -> Iterator[None]:
+        with in_memory(of, part, piece):
+            yield
+            time.sleep(compute_s if part != "head" else 0.0)
+
+    def read_slowly(one: window.Unit, memory: Any) -> Iterator[int]:
+        until = time.perf_counter() + (read_s if one.part != "head" else 0.0)
+        yield from read(one, memory)
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+    KernelStage.__call__ = waiting  # type: ignore[method-assign]
+    window.Window.unit, window.read_unit = unit, read_slowly  # type: ignore[method-assign, assignment]
+    options = StarterOptions(
+        ckpt=model, prompt_style="none", device="cpu", dtype="float32", quantize="bf16", draft="none",
+        weight_memory=WindowMemory(window=WindowOptions(units=2)), cache_dir=waits.parent,
+    )  # fmt: skip
+    with Run(GivenNodes(standalone()), options, LENGTH, n_texts=max(BATCHES)) as run:
+        answer(run, asked)
+
+
+def answer(run: Any, asked: Connection) -> None:
+    """Take ("steps", context) or ("forward", texts), and answer with the times of the tokens."""
+    from mdi.engine.sequence import SamplingParams
+
+    asked.send([])
+    while True:
+        what, n = asked.recv()
+        n_texts, n_ids, n_tokens = (1, n, N_STEPS + 1) if what == "steps" else (n, 128, 1)
+        times = [time.monotonic()] if what == "forward" else []
+        for k in range(n_texts):
+            ids = [1 + (7 * k + 3 * i) % 200 for i in range(n_ids)]
+            note(run.submit("", ids, SamplingParams(n_tokens, temperature=0.0)), times)
+        run.read()
+        asked.send(times)
+
+
+def answers(clients: Sequence[Connection], log: Path) -> list[list[float]]:
+    """Of all of them. Raises SystemExit, with the last lines of all processes: one has ended."""
+    try:
+        return [one.recv() for one in clients]
+    except EOFError:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        raise SystemExit("\n".join(["a client has ended:", *lines[-30:]])) from None
 
 
 def note(sample: Any, times: list[float]) -> None:
@@ -159,26 +221,29 @@ class Setup:
         from slow_hosts import SlowHosts
 
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = models / f"links-{n_nodes}"
-        make_checkpoint(model, model.name)
+        shape = f"links-{n_nodes if n_nodes > 1 else OFFLOADED_BLOCKS}"
+        model = models / shape
+        make_checkpoint(model, shape)
         write_keys(self.folder / "key", (new_secret(),))
-        self.hosts = SlowHosts(n_nodes, 0.0)
+        self.hosts = SlowHosts(max(2, n_nodes), 0.0)  # a switch has two ports
         stack.callback(self.hosts.close)
         self._stack, self._waits = stack, self.folder / "prompts-wait"
         self.clients: list[Connection] = []
         where = [self.hosts.address(i % n_nodes) for i in range(n_nodes + 1)]
-        for i in range(n_nodes):
+        for i in range(n_nodes if n_nodes > 1 else 0):
             words = ["--model", model, "--key", self.folder / "key", "--addr", where[i], "--max-blocks", 1]
             words += ["--port", PORT, "--port-in", RING_PORT, "--threads", 1, "--no-announce"]
-            words += ["--cache-dir", self.folder / "cache", "--peer", f"{where[i + 1]}:{PORT}"]
+            words += ["--cache-dir", models / "cache", "--peer", f"{where[i + 1]}:{PORT}"]
             self._fork(i, node, self._waits, n_nodes, i, words)
         for i in range(n_clients):
             own, its = FORK.Pipe()
-            self._fork(i, client, model, self.folder / "key", where[i], where[i + 1], its)
+            if n_nodes == 1:
+                self._fork(i, offloading, model, OFFLOADED_BLOCKS, self._waits, its)
+            else:
+                self._fork(i, client, model, self.folder / "key", where[i], where[i + 1], its)
             its.close()  # so that its end is seen
             self.clients.append(own)
-        for one in self.clients:
-            one.recv()
+        answers(self.clients, self.folder / "log")
 
     def _fork(self, host: int, target: Callable[..., None], *args: Any) -> None:
         def run() -> None:
@@ -198,16 +263,17 @@ class Setup:
         self._waits.touch() if what == "forward" else self._waits.unlink(missing_ok=True)
         for one in self.clients[:n_clients]:
             one.send((what, n))
-        return [one.recv() for one in self.clients[:n_clients]]
+        return answers(self.clients[:n_clients], self.folder / "log")
 
     def measure(self, case: Case, paper: Sequence[float | None]) -> dict[str, list[float]]:
         """Rates of each client. What the paper leaves out is left out."""
-        self.hosts.join(case.rtt_ms / 2e3, case.mbit / PART)
-        self.asked(case.clients, "steps", 16)  # links have found their rate
+        if case.nodes > 1:
+            self.hosts.join(case.rtt_ms / 2e3, case.mbit / PART)
+            self.asked(case.clients, "steps", 16)  # links have found their rate
         found = {f"steps {n}": together_s(self.asked(case.clients, "steps", n)) for n in CONTEXTS}
         for n, theirs in zip(BATCHES, paper[2:], strict=True):
             if theirs is not None:
-                n_own = max(min(n, 8), n // 2 // case.clients)
+                n_own = max(min(n, 8), 0 if case.nodes == 1 else n // 2 // case.clients)
                 times = self.asked(case.clients, "forward", n_own)
                 found[f"forward {n}"] = [n_own * 128 / (one[-1] - one[0]) for one in times]
         return found
@@ -222,7 +288,8 @@ def main() -> None:
     args = parser.parse_args()
     begin, cells = time.monotonic(), {}
     if args.json.exists():
-        cells = json.loads(args.json.read_text(encoding="utf-8"))["cells"]
+        found = json.loads(args.json.read_text(encoding="utf-8"))
+        cells = found["cells"] if found["machine"] == machine() else {}
     for n_nodes in args.nodes or SHARES:
         left = [case for case in PAPER if case.nodes == n_nodes and case.name not in cells]
         with contextlib.ExitStack() as stack:
@@ -230,7 +297,9 @@ def main() -> None:
             for case in left:
                 if time.monotonic() - begin > args.until_s:
                     return
-                setup = setup or Setup(args.models, n_nodes, max(one.clients for one in left), stack)
+                if setup is None:
+                    setup = Setup(args.models, n_nodes, max(one.clients for one in left), stack)
+                    print(f"{time.monotonic() - begin:4.0f} s: {n_nodes} nodes and their clients are ready", flush=True)
                 cells[case.name] = setup.measure(case, PAPER[case])
                 print(f"{time.monotonic() - begin:4.0f} s: {case.name}: {cells[case.name]}", flush=True)
                 save(args.json, {"cells": cells})

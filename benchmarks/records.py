@@ -7,6 +7,7 @@ that was left alone (`disturbed`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -29,7 +30,7 @@ MOST_LOAD = 2.5  # load average of older files, which counts the benchmark itsel
 
 @dataclass(frozen=True)
 class Usage:
-    """Processor time up to a moment, in seconds: of the machine, of this process and its ended children, and stolen.
+    """Processor time up to a moment, in seconds: of the machine, of this process and its children, and stolen.
 
     Stolen is what a virtual machine wanted and its host gave to others.
     """
@@ -45,8 +46,11 @@ class Usage:
 
         times = psutil.cpu_times()._asdict()
         busy = sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
-        own = psutil.Process().cpu_times()
-        own_s = own.user + own.system + own.children_user + own.children_system
+        this = psutil.Process()
+        own_s = 0.0
+        for process in (this, *this.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                own_s += sum(process.cpu_times()[:4])  # with those of its children that have ended
         return cls(time.monotonic(), busy, own_s, times.get("steal", 0.0))
 
     def since(self, begin: Usage) -> dict[str, float]:

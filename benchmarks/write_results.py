@@ -124,13 +124,13 @@ def _step(rate: float, is_measured: bool, first: float) -> str:
 
 
 def petals() -> str:
-    """The paper's table 3 and ours, each with its share of the first line of the same number of nodes."""
+    """The paper's table 3 and ours, each with its share of the first line of the same number of nodes; offloading, of three."""
     result, rows, first = load("petals"), [], {}
     of_grid = [f"steps {n}" for n in petals_grid.CONTEXTS] + [f"forward {n}" for n in petals_grid.BATCHES]
     for case, theirs in petals_grid.PAPER.items():
         found = result["cells"].get(case.name, {})
         ours = [statistics.mean(found[name]) if name in found else None for name in of_grid]
-        base = first.setdefault(case.nodes, (theirs, ours))
+        base = first.setdefault(case.nodes if case.nodes > 1 else 3, (theirs, ours))
         cells = [
             "; ".join(
                 "-" if x is None or of is None else f"{x:.{2 if x < 10 else 1 if x < 100 else 0}f} ({x / of:.2f})"
@@ -138,8 +138,10 @@ def petals() -> str:
             )
             for pair, firsts in zip(zip(theirs, ours, strict=True), zip(*base, strict=True), strict=True)
         ]
-        link = f"{'1 Gbit/s' if case.mbit == 1000 else f'{case.mbit} Mbit/s'}, {case.rtt_ms} ms"
-        rows.append([str(case.nodes), str(case.clients), link, *cells])
+        rate = "1 Gbit/s" if case.mbit == 1000 else f"{case.mbit} Mbit/s"
+        rows.append([
+            str(case.nodes), str(case.clients), f"{rate}, {case.rtt_ms} ms" if case.nodes > 1 else "offloading", *cells,
+        ])  # fmt: skip
     said = ["steps/s, 128 tokens: Petals; here", "2,048 tokens", "tokens/s, 1 x 128", "64 x 128"]
     return measured(result, markdown(["nodes", "clients", "links", *said], rows))
 
@@ -157,18 +159,16 @@ def petals_bits() -> str:
         ]
         right, theirs = PETALS_TABLES_4_AND_5[bits]
         cells = [f"{share:.1%}" for share in (*own, result["accuracy"][form]["right"])]
-        rows.append([bits, *right, *cells, _rates(theirs), _rates(rates[form])])
-    both = [[of_8 / of_16 for of_8, of_16 in zip(*pair, strict=True)] for pair in (
-        [PETALS_TABLES_4_AND_5[bits][1] for bits in ("8", "16")], [rates["int8"], rates["bf16"]]
-    )]  # fmt: skip
-    rows.append(["8 over 16", *[""] * 5, *(", ".join(f"{share:.2f}" for share in shares) for shares in both)])
+        both = (theirs, PETALS_TABLES_4_AND_5["16"][1]), (rates[form], rates["bf16"])
+        rows.append([bits, *right, *cells, *(", ".join(map(_of_16_bits, *pair)) for pair in both)])
     head = ["bits", "right: BLOOM-176B", "OPT-175B", "here: tone", "reports", "SmolLM2 135M, next token",
             "tokens/s of 1, 8, 32 texts: BLOOM-176B", "here: SmolLM2"]  # fmt: skip
-    return markdown(head, rows)
+    return measured(result, markdown(head, rows))
 
 
-def _rates(rates: Sequence[float]) -> str:
-    return ", ".join(f"{rate:.3g}" for rate in rates)
+def _of_16_bits(rate: float, of_16: float) -> str:
+    number = f"{rate:,.{0 if rate >= 100 else 1 if rate >= 10 else 2}f}"
+    return number if rate == of_16 else f"{number} ({rate / of_16:.2f})"
 
 
 def tensor_sums() -> str:
@@ -320,7 +320,7 @@ def finetuning_beside_petals() -> str:
             cells.append("; ".join("-" if None in pair else _of_first(*pair) for pair in pairs))
         rows.append([*map(str, case), *cells])
     heads = [f"`{name}`: " + ("here" if theirs is None else "Petals; here") for name, theirs in PETALS_TABLE_6.items()]
-    return markdown(["batch size", "prompt length", *heads], rows)
+    return measured(result, markdown(["batch size", "prompt length", *heads], rows))
 
 
 def _of_first(rates: Sequence[float], first: Sequence[float]) -> str:

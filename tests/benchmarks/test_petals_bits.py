@@ -34,7 +34,7 @@ def test_right_answers_and_rates_are_measured_and_shown(tmp_path: Path, monkeypa
     (tone,) = (case for case in json.loads(LEARNED.read_text(encoding="utf-8"))["cases"] if case["task"] == "tone")
     (right,) = (one["right"] for one in tone["after"] if (one["format"], one["texts"]) == ("bf16", 1))
     assert lines[2].startswith(f"| 16 | 70.1% | 75.3% | {right:.1%} |") and "| 4.18, 31.3, 101 |" in lines[2]
-    assert lines[4].startswith("| 8 over 16 |") and "| 0.94, 0.94, 0.95 |" in lines[4]
+    assert "| 3.95 (0.94), 29.4 (0.94), 95.8 (0.95) |" in lines[3]
 
 
 def test_rates_of_fine_tuning_stand_beside_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +43,10 @@ def test_rates_of_fine_tuning_stand_beside_the_papers(tmp_path: Path, monkeypatc
          "forward_classes_tokens_s": 10.0 * n_texts, "backward_classes_tokens_s": 100.0 / n_rows}
         for method in write_results.PETALS_TABLE_6 for n_texts in (8, 32) for n_rows in (16, 4)
     ]  # fmt: skip
-    (tmp_path / "finetune_speed.json").write_text(json.dumps({"lines": lines}))
+    (tmp_path / "finetune_speed.json").write_text(
+        json.dumps({"machine": "a desk", "date": "2026-01-01 10:00", "lines": lines})
+    )
     monkeypatch.setattr(write_results, "RESULTS", tmp_path)
-    last = write_results.finetuning_beside_petals().splitlines()[-1]
+    last = write_results.finetuning_beside_petals().split("\n\n")[0].splitlines()[-1]
     ours = "320 (4.00), 25.0 (4.00)"
     assert last == (f"| 32 | 4 | 293 (1.50), 84.7 (1.48); {ours} | 256 (2.30), 84.8 (2.02); {ours} | {ours} |")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,17 @@ def test_a_record_says_what_others_took(tmp_path: Path) -> None:
     save(tmp_path / "a.json", {}, begin)
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["others_share"] >= 0 and found["steal_share"] >= 0
+
+
+def test_processes_that_the_benchmark_has_started_are_no_others() -> None:
+    count = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint(flush=True); input()"
+    before = Usage.now()
+    with subprocess.Popen([sys.executable, "-c", count], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert Usage.now().own_s - before.own_s > 0.25
+        process.communicate(b"\n")
+    assert Usage.now().own_s - before.own_s > 0.25
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,47 @@ def test_a_disk_that_gives_nothing(stage: KernelStage, chunk: ChunkFile, monkeyp
     reading(monkeypatch, stuck)
     assert str(chunk.path) in fails(stage)
     go_on.set()
+
+
+class Waits(threading.Condition):
+    """Whose waits take these seconds of a clock."""
+
+    def __init__(self, steps: Sequence[float]) -> None:
+        super().__init__()
+        self.steps, self.now = list(steps), 1000.0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.now += self.steps.pop(0)
+        return True
+
+
+@pytest.mark.parametrize(
+    "steps, signs, has_failed",
+    [
+        ([1, 500, 1, 1], 0, False),  # stopped meanwhile, as by Ctrl-Z
+        ([1] * 62, 0, True),
+        ([1] * 100, 10, False),  # bytes come every ten seconds
+    ],
+    ids=["stopped", "silent", "slow"],
+)
+def test_a_process_that_was_stopped_has_not_waited_for_the_disk(
+    steps: list[float], signs: int, has_failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = Waits(steps)
+    monkeypatch.setattr(unit_reader.time, "monotonic", lambda: changed.now)
+
+    def last_sign() -> float:
+        return changed.now // signs * signs if signs else 0.0
+
+    def wait() -> float:
+        with changed:
+            return unit_reader.wait_for_disk(changed, lambda: not changed.steps, last_sign, None)
+
+    if has_failed:
+        with pytest.raises(CheckpointError, match="given nothing"):
+            wait()
+    else:
+        assert wait() == sum(steps)
 
 
 def test_a_slow_disk_is_waited_for_with_a_word(

@@ -28,6 +28,9 @@ PIECE_BYTES = 8 << 20  # bytes read at a time, so that reading can be stopped
 LOG_WAIT_S = 10.0  # a wait for the disk that is longer is logged
 JOIN_S = 10.0  # for a thread that reads
 GIVEN_UP_S = 60.0  # ... after which a disk that gives nothing counts as failed
+LONGEST_STEP_S = (
+    2.0  # of this wait: a longer one is that of a process that was stopped (Ctrl-Z), and its reader with it
+)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -298,13 +301,18 @@ def wait_for_disk(
     Raises:
         CheckpointError: nothing came for too long.
     """
-    begin = time.monotonic()
+    begin = now = time.monotonic()
     next_word = begin + LOG_WAIT_S
+    sign, silent_s = last_sign(), 0.0
     file = unit.runs[0].file.path if unit is not None and unit.runs else ""
     while not is_there():
+        before = now
         changed.wait(1.0)
         now = time.monotonic()
-        if now - max(last_sign(), begin) > GIVEN_UP_S:
+        heard = last_sign()
+        silent_s = silent_s + min(now - before, LONGEST_STEP_S) if heard == sign else 0.0
+        sign = heard
+        if silent_s > GIVEN_UP_S:
             raise CheckpointError(f"the disk has given nothing of {file} for {GIVEN_UP_S:.0f} s: check the disk")
         if now > next_word:
             next_word = now + LOG_WAIT_S
