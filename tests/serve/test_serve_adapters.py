@@ -188,10 +188,10 @@ def test_a_ring_goes_on_where_a_node_cannot_have_an_adapter(
             with monkeypatch.context() as patch:
 
                 def no_memory(*_: Any, **__: Any) -> None:
-                    raise NoMemoryError("a node has no memory for it")
+                    raise NoMemoryError("board7 is full")
 
                 patch.setattr("mdi.stages.store.StageStore.reserve", no_memory)
-                with pytest.raises(ApiError, match="no memory"):
+                with pytest.raises(ApiError, match="board7"):
                     await made.models.load_adapter("sql", str(tmp_path / "sql"))
             assert await text == right("one", 200)
             assert made.api.catalog.adapters == made.host.loaded["one"].run.adapters == ()
