@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -314,8 +315,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": ({"peft_type": "IA3"}, "only LORA, PROMPT_TUNING, .* are served"),
     "no rank": ({"r": None}, "rank None in"),
     "rank": ({"r": 1 << 20}, "rank 1048576 in"),
-    "rank that the file does not have": ({"r": 5}, "it is for another model"),
-    "scale": ({"lora_alpha": float("inf")}, "which is no number"),
+    "rank that the file does not have": ({"r": 5}, r"\[5, 64\]"),
+    "scale": ({"lora_alpha": float("inf")}, "lora_alpha inf"),
     "biases": ({"bias": "all"}, "bias all"),
     "dora": ({"use_dora": True}, "use_dora True"),
     "whole layers": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
@@ -371,7 +372,7 @@ def test_nothing_is_unpickled_and_no_head_is_believed(made: Made, tmp_path: Path
     torch.save(load_file(path), tmp_path / "a" / "adapter_model.bin")
     whole = path.read_bytes()
     path.write_bytes(whole[:-4])
-    with pytest.raises(CheckpointError, match="cut short"):
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
         opened(made, tmp_path / "a")
     path.unlink()
     with pytest.raises(
@@ -408,7 +409,7 @@ def test_an_adapter_that_says_what_it_was_trained_on_is_compared(
     opened(made, tmp_path / "b", right)
     told = "warning: adapter x: not known whether it was trained on these weights: "
     assert caplog.messages == [f"{told}this model's are packed", f"{told}its file does not name them"]
-    with pytest.raises(CheckpointError, match="trained on other weights"):
+    with pytest.raises(CheckpointError, check=lambda e: e.code == "adapter"):
         opened(made, tmp_path / "a", other)
 
 
@@ -438,7 +439,7 @@ def test_a_folder_without_a_name_gives_its_own(made: Made, tmp_path: Path) -> No
     assert options.in_peft_form == (f"polite={folder}", f"other={side}") and options.sides == {}
     alone = StarterOptions(adapter=(str(side),))
     assert alone.sides == {"": side} and not alone.in_peft_form and not alone.named_adapters
-    with pytest.raises(UsageError, match="together"):
+    with pytest.raises(UsageError, match="--adapter: .* give NAME=DIR"):
         _ = StarterOptions(adapter=(str(folder), str(side))).sides
     side.mkdir()
     (side / SIDE_FILE).touch()
@@ -488,7 +489,7 @@ def test_weights_without_their_gains_are_refused_by_name(made: Made, tmp_path: P
     source = open_source(made.checkpoint)
     (chunk,) = write_chunks(PackedSource(source, Packing("int8", "int8")), tmp_path / "tiny", (5,))
     packed = open_source(chunk)
-    with pytest.raises(CheckpointError, match="without the gains of their norms"):
+    with pytest.raises(CheckpointError, check=lambda e: e.code == "adapter"):
         AdapterSource([opened(made, made.folders["all"])], lambda part: packed)
     write_adapter(tmp_path / "a", made.gpt, 1, modules=["self_attn.o_proj", "mlp.down_proj"])
     assert AdapterSource([opened(made, tmp_path / "a")], lambda part: packed).part_names()[0] == "adapter.0"
@@ -513,14 +514,14 @@ def test_a_node_checks_the_adapters_that_it_gets(made: Made) -> None:
         {k.replace("h.2", "h.3"): v for k, v in specs.items()}, {"transformer.wte.weight": TensorSpec("F32", (4, 48))},
         {"transformer.h.2.norm_1.gain": TensorSpec("F32", (47,))},
     ):  # fmt: skip
-        with pytest.raises(CheckpointError, match="is no part of an adapter for this model"):
+        with pytest.raises(CheckpointError, match=r"^it: transformer\.\S+, \[[0-9, ]+\], "):
             check_stored({**specs, **change}, "adapter.2", config, "it")
     weights = of.weights("adapter.2")
-    with pytest.raises(CheckpointError, match="is not that of the model"):
+    with pytest.raises(CheckpointError, check=lambda e: e.code == "adapter"):
         low_rank(weights, 2, lambda norm: np.full(48, 3, dtype=np.float32), spec_of(config))
     stage_weights = Resident(source.part_names(), lambda part: source.weights(part))
     weights[a] = weights[a][:, :40].copy()
-    with pytest.raises(KernelError, match="where the layer is"):
+    with pytest.raises(KernelError, match=r"\(4, 40\)"):
         KernelStage(spec_of(config), 0, 5, stage_weights, adapters={"adapter.2": weights})
 
 

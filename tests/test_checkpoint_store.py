@@ -321,7 +321,7 @@ def test_a_part_that_comes_to_another_process_is_waited_for(tmp_path: Path) -> N
     first.receive(INFO, 0, reader(try_as_well))
     assert set(refused) == {Code.BUSY}
     assert first.path(INFO.sha256).read_bytes() == DATA
-    with pytest.raises(CheckpointError, match="here already") as told:
+    with pytest.raises(CheckpointError) as told:
         second.receive(INFO, 0, reader())
     assert told.value.code == Code.BUSY and second.has(INFO.sha256) and not second.partial_bytes(INFO.sha256)
 
@@ -330,9 +330,9 @@ def test_a_transfer_that_was_cut_off_goes_on_in_another_process(tmp_path: Path) 
     first, second = BlockStore(tmp_path), BlockStore(tmp_path)
 
     def cut_off() -> None:
-        raise OSError("the connection is gone")
+        raise ConnectionResetError
 
-    with pytest.raises(OSError, match="is gone"):
+    with pytest.raises(ConnectionResetError):
         first.receive(INFO, 0, reader(cut_off))
     have = second.partial_bytes(INFO.sha256)
     assert have > 0

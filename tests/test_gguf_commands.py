@@ -14,7 +14,7 @@ from gguf_files import byte_level_tokens, write_gguf
 from mdi.checkpoint.ggufsource import GgufSource, gguf_directory
 from mdi.checkpoint.source import ChunkFile, open_source
 from mdi.cli import launch
-from mdi.errors import CheckpointError
+from mdi.errors import INSTALL_ALL, CheckpointError
 from missing_libraries import without
 from tiny_checkpoint import reference, tiny_config, tiny_gpt, tokenizer, write_checkpoint
 
@@ -55,7 +55,7 @@ def test_a_pickle_without_torch_says_what_to_do(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", code, "--ckpt", str(folder), "--n-tokens", "1"]
     done = subprocess.run(argv, cwd=ROOT / "src", capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.count("error:") == 1 and "lit_model.pth" in done.stderr and "pip install litgpt" in done.stderr
+    assert done.stderr.count("error:") == 1 and "lit_model.pth" in done.stderr and INSTALL_ALL in done.stderr
 
 
 def test_the_file_itself_is_a_source(file: Path) -> None:

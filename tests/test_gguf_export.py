@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -158,8 +159,9 @@ def test_the_command_and_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFix
     if library.load() is not None:
         here = ids(alone(), folder, tmp_path / "cache", quantize="q4_k")
         assert ids(alone(), made, tmp_path / "cache", quantize="own") == here
+    capsys.readouterr()
     assert launch("prepare-model", flags) == 2
-    assert "not empty" in capsys.readouterr().err
+    assert f"error: {tmp_path / 'out'} " in capsys.readouterr().err
 
 
 def test_a_head_that_is_the_embedding_is_written_once(tmp_path: Path) -> None:
@@ -179,13 +181,13 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(UsageError, match="int8 is no type of GGUF files"):
         export_gguf(packed(source, "int8"), folder, tmp_path / "out.gguf")
     (tmp_path / "there.gguf").touch()
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path / "there.gguf"))):
         export_gguf(packed(source, "q4_k"), folder, tmp_path / "there.gguf")
     other = LitCheckpoint(checkpoint(tmp_path / "other", rotary_percentage=0.5))
-    with pytest.raises(CheckpointError, match="a GGUF file has no such settings"):
+    with pytest.raises(CheckpointError, match="tiny-random: rope_adjustments"):
         export_gguf(packed(other, "q4_k"), folder, tmp_path / "out.gguf")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match="no tokenizer.json"):
+    with pytest.raises(CheckpointError, match=re.escape(f"{folder} has no tokenizer.json")):
         export_gguf(packed(source, "q4_k"), folder, tmp_path / "out.gguf")
     assert not (tmp_path / "out.gguf").exists() and not list(tmp_path.glob("*.part"))
 

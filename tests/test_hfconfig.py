@@ -91,7 +91,7 @@ def test_a_name_given_by_hand_must_agree_with_config_json(
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e400])
 def test_a_number_that_is_none_is_one_line(value: float, tmp_path: Path) -> None:
     folder = _folder(tmp_path / "my-model", {**REAL["Llama 2 7B"][1], "rope_theta": value})
-    with pytest.raises(CheckpointError, match="cannot be understood"):
+    with pytest.raises(CheckpointError, match="config.json"):
         choose_config(folder)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -416,7 +417,7 @@ def test_an_archive_without_all_of_its_weights(store: ModelStore, tmp_path: Path
 def test_what_is_no_file_is_not_imported(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "waits")
     for path in (tmp_path / "waits", tmp_path):
-        with pytest.raises(StoreError, match="is no file"):
+        with pytest.raises(StoreError, check=lambda e: e.code == "archive"):
             import_model(ModelStore(tmp_path / "target"), path)
 
 
@@ -427,7 +428,7 @@ def test_a_copied_folder_names_no_file_outside(store: ModelStore, gguf: Path, pl
     named = gguf if place == "absolute" else Path(os.path.relpath(gguf, copied))
     (copied / "gguf.json").write_text(json.dumps({"file": str(named)}))
     assert gguf_file(copied) is None
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=re.escape(f"gguf.json cannot be read: remove {copied}")):
         open_source(copied)
     own = next((store.folder / "gguf").iterdir())
     assert gguf_file(own) == gguf
@@ -474,6 +475,6 @@ def test_a_file_of_the_hubs_cache_that_is_gone(
 def test_chunks_are_looked_for_in_the_store_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
     monkeypatch.setattr("mdi.cli.session.stored_for", lambda path, store: folders.append(store.folder))
-    with pytest.raises(UsageError, match="no such file"):
+    with pytest.raises(UsageError, match="^--chunk checkpoints/org/name/"):
         found_chunk(Path("checkpoints/org/name/chunks/2nodes/model_starter"), tmp_path)
     assert folders == [tmp_path]

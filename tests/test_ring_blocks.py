@@ -291,7 +291,7 @@ def test_what_has_no_gradients_is_refused_by_name(checkpoint: Path, tmp_path: Pa
         Run(
             GivenNodes(standalone()), options_of(checkpoint, tmp_path, weight_memory=window), N_TOKENS, n_texts=1
         ) as run,
-        pytest.raises(UsageError, match="no windows"),
+        pytest.raises(UsageError, check=lambda e: e.code == "kernels"),
     ):
         RingBlocks(run)(rows(tiny_gpt().config.n_embd, 1))
 
@@ -310,7 +310,7 @@ def test_a_node_without_gradients_is_known_before_rows_are_sent(case: str, check
         cluster = cluster_of(nodes, **of_entry)
         with (
             Run(GivenNodes(cluster), options_of(checkpoint, tmp_path), N_TOKENS, n_texts=1) as run,
-            pytest.raises(MdiError, match="whole blocks in the kernels' form only: no windows, groups or GPUs"),
+            pytest.raises(MdiError, check=lambda e: e.code == "kernels"),
         ):
             RingBlocks(run)(torch.zeros(1, 1, tiny_gpt().config.n_embd))
 

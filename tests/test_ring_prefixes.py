@@ -169,7 +169,7 @@ def test_a_file_says_its_cipher(has_fast: bool, tmp_path: Path, monkeypatch: pyt
         assert files.read(path, "float32").first == 0
         for changed in (b"\x03", b"\x02" if has_fast else b"\x01"):
             path.write_bytes(sealed[:5] + changed + sealed[6:])
-            with pytest.raises(EngineError, match="is removed"):
+            with pytest.raises(EngineError, match=path.name):
                 files.read(path, "float32")
             assert not path.exists()
 
@@ -228,11 +228,13 @@ def asking(n_pages: int = 5) -> tuple[Scheduler, Plan]:
 def test_a_starter_takes_only_what_it_asked_for() -> None:
     scheduler, plan = asking()
     assert plan.task is not None
-    with pytest.raises(EngineError, match="without the task"):
+    with pytest.raises(EngineError, match=f"frame {plan.number} ", check=lambda e: e.code == "wire"):
         scheduler.update(plan.number, {})
-    with pytest.raises(EngineError, match="expected frame"):
+    with pytest.raises(
+        EngineError, match=f"frame {plan.number + 1} .* frame {plan.number}", check=lambda e: e.code == "wire"
+    ):
         scheduler.answered(plan.number + 1, plan.task)
-    with pytest.raises(EngineError, match="another task"):
+    with pytest.raises(EngineError, match=f"frame {plan.number} ", check=lambda e: e.code == "wire"):
         scheduler.answered(plan.number, replace(plan.task, kind=FILL, stop=PAGE))
     # Ends that nobody asked for, another sequence and another folder: none of them count.
     scheduler.answered(plan.number, replace(plan.task, ends="ff04", seq_id=8, owner=OWNER[::-1], keys=""))

@@ -524,12 +524,16 @@ def test_a_node_keeps_the_tensors_that_were_used_last(checkpoint: Path, tmp_path
 
 WINDOW = {"weight_memory": WindowMemory(window=WindowOptions(1))}
 NO_GRADIENTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
-    "a node in torch": ({"dtype": "bfloat16"}, {}, {}, "secondary0 computes .*: gradients go"),
-    "a node with a window": (WINDOW, {}, {}, "secondary0 computes .*window.*: gradients go"),
-    "a group": ({}, {"group": "g"}, {}, "nodes compute blocks together: gradients go"),
-    "a starter in torch": ({}, {}, {"dtype": "bfloat16"}, "starter computes .*: gradients go"),
-    "a starter with a window": ({}, {}, WINDOW, "starter computes .*window.*: gradients go"),
+    "a node in torch": ({"dtype": "bfloat16"}, {}, {}, "secondary0 computes .*: "),
+    "a node with a window": (WINDOW, {}, {}, "secondary0 computes .*window"),
+    "a group": ({}, {"group": "g"}, {}, "nodes compute blocks together"),
+    "a starter in torch": ({}, {}, {"dtype": "bfloat16"}, "starter computes .*: "),
+    "a starter with a window": ({}, {}, WINDOW, "starter computes .*window"),
 }
+
+
+def no_gradients(error: MdiError) -> bool:
+    return error.code == "kernels"
 
 
 @pytest.mark.parametrize("case", NO_GRADIENTS)
@@ -539,10 +543,13 @@ def test_blocks_without_gradients_are_refused_before_weights_are_sent(
     of_node, entry, options, words = NO_GRADIENTS[case]
     with secondaries(2 if entry else 1, tmp_path, **of_node) as nodes:
         source, asked = GivenNodes(cluster_of(nodes, **entry)), options_of(checkpoint, tmp_path, **options)
-        with pytest.raises(MdiError, match=words), Run(source, asked, 20, n_texts=1, gradients=True):
+        with (
+            pytest.raises(MdiError, match=words, check=no_gradients),
+            Run(source, asked, 20, n_texts=1, gradients=True),
+        ):
             pass
         assert not [*tmp_path.glob("cache*/*.safetensors")]
-        with Run(source, asked, 20, n_texts=1) as run, pytest.raises(MdiError, match="gradients go"):
+        with Run(source, asked, 20, n_texts=1) as run, pytest.raises(MdiError, check=no_gradients):
             RingBlocks(run)(torch.zeros(1, 1, tiny_config().n_embd))
         assert [*tmp_path.glob("cache*/*.safetensors")], "texts are generated over such nodes"
 
@@ -661,7 +668,7 @@ def test_a_state_is_gone_on_with_over_the_same_examples_and_the_same_model_alone
         summing(settings, ROWS[:3], 3), summing(settings, [*ROWS[:3], ROWS[0]]), summing(settings, n_train=3),
         summing(settings, base="another"), summing(replace(settings, lr=0.2), base="another"),
     ):  # fmt: skip
-        with pytest.raises(UsageError, match=r"other examples, another model") as caught:
+        with pytest.raises(UsageError) as caught:
             different.restore(tmp_path)
         assert str(tmp_path) in str(caught.value) and "--out" in str(caught.value)
         assert caught.value.code == "exists" and not different.n_steps and not different.named["a"].item()
@@ -892,7 +899,7 @@ def test_what_cannot_be_learned_is_refused_before_a_node_is_asked(
     monkeypatch.setattr(Run, "open", no_run)
     other = write_checkpoint(tmp_path / "other", n_layer=1)
     assert finetune(other, data, tmp_path / "out", "--method", "lora", "--lora-targets", "head") == 2
-    assert "head cannot" in capsys.readouterr().err
+    assert "--lora-targets head" in capsys.readouterr().err
     assert finetune(other, data, tmp_path / "out", "--method", "prompt", "--prompt-length", "4000") == 2
     assert "--prompt-length" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
@@ -948,5 +955,5 @@ def test_numbers_that_are_not_finite_are_not_used(tmp_path: Path) -> None:
     made = drawn(TuningKind("prompt", length=4, labels=("a", "b")), tiny_config(n_layer=N))
     made.named["prompt_embeddings"].data[2, 3] = float("nan")
     made.write(tmp_path, "it", None)
-    with pytest.raises(CheckpointError, match="not finite"):
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path)) + ".* has numbers"):
         read_tensors(tmp_path, ModelConfig.from_litgpt(tiny_config(n_layer=N)), lambda part: NoNorms())

@@ -75,7 +75,7 @@ def test_the_largest_models_that_there_are_are_accepted() -> None:
 
 
 def test_deep_json_is_a_value_error_that_names_its_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="deep"):
+    with pytest.raises(ValueError, check=lambda e: type(e) is ValueError):
         parse_json(DEEP)
     folder = write_checkpoint(tmp_path / "tiny")
     for name in ("tokenizer_config.json", "generation_config.json"):

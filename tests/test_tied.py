@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_which_formats_are_one() -> None:
     "form", ["tied", "int8;lm_head=tied", "int8;transformer.wte=tied*16+int8", "int8;attn.qkv@0=tied"]
 )
 def test_only_an_embedding_can_be_the_head(form: str) -> None:
-    with pytest.raises(UsageError, match="cannot be the head|is no format"):
+    with pytest.raises(UsageError, match=re.escape(form)):
         format_map(form)
 
 

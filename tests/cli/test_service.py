@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -99,8 +100,9 @@ def test_systemd_replaces_nothing_in_a_unit() -> None:
 
 @pytest.mark.parametrize("end", ["\n", "\r"])
 def test_a_word_with_a_line_end_is_refused(end: str) -> None:
-    for words, environment in ((["--name", f"a{end}User=root"], {}), ([], {"MDI_CACHE_DIR": f"/x{end}y"})):
-        with pytest.raises(UsageError, match="line end"):
+    name, folder = f"a{end}User=root", f"/x{end}y"
+    for bad, words, environment in ((name, ["--name", name], {}), (folder, [], {"MDI_CACHE_DIR": folder})):
+        with pytest.raises(UsageError, match=re.escape(repr(bad)[1:-1])):
             unit(words, True, environment)
 
 

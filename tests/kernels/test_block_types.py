@@ -84,7 +84,7 @@ def test_scales_that_are_not_finite_are_refused_by_name(form: str) -> None:
             rows[17, at : at + 2] = np.array([bad], dtype=np.float16).view(np.uint8)
             to = np.empty(matrix_bytes(form, 20, n_in), dtype=np.uint8)
             assert not pack_rows_in_numpy(form, rows, to) and not pack_rows(form, rows, to)
-            with pytest.raises(CheckpointError, match="blk.7 has numbers that are not finite"):
+            with pytest.raises(CheckpointError, match="^blk.7 "):
                 pack_blocks(empty(form, 20, n_in), lambda part, rows=rows: rows[part], "blk.7")
 
 

@@ -111,7 +111,7 @@ def test_heads_of_keys_in_turn_are_those_of_torch(tmp_path: Path) -> None:
     source = made("dense", tmp_path, linear_value_heads_in_turn=True)
     ids = ids_of(source)
     assert np.abs(logits_of(stage_of(source), ids) - in_torch(source, ids)).max() < TOLERANCE
-    with pytest.raises(UsageError, match="serve every n-th head"):
+    with pytest.raises(UsageError, match="^--parallel tensor: keys of delta nets .*--parallel ring"):
         share_out(source.config, (1.0, 1.0))
 
 
@@ -244,7 +244,7 @@ def test_with_lora_the_logits_are_those_of_the_merged_weights(form: str, tmp_pat
     size = np.linalg.norm(wanted)
     assert np.linalg.norm(found - wanted) / size < 1e-4 < 0.05 < np.linalg.norm(plain_rows - wanted) / size
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 2}))
-    with pytest.raises(CheckpointError, match="has gated delta nets, whose states no prefix has"):
+    with pytest.raises(CheckpointError, match="gated delta nets", check=lambda e: e.code == "adapter"):
         open_adapter(AdapterName("x", folder), 1, config, lambda: None)
 
 
@@ -260,7 +260,7 @@ def test_with_heads_in_turn_lora_on_delta_nets_is_refused(module: str, tmp_path:
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
     if is_delta:
-        with pytest.raises(CheckpointError, match="heads are in another order"):
+        with pytest.raises(CheckpointError, match="block 0, whose heads", check=lambda e: e.code == "adapter"):
             open_adapter(AdapterName("x", folder), 1, config, lambda: None)
     else:
         open_adapter(AdapterName("x", folder), 1, config, lambda: None)

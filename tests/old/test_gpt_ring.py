@@ -134,7 +134,7 @@ def test_a_role_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     roles = [("intermediate0", NanoFamily("finisher")), ("finisher", NanoFamily("finisher"))]
     with (
         cluster_of(roles, tmp_path) as cluster,
-        pytest.raises(MdiError, match="started as finisher, but the nodes file has it as intermediate"),
+        pytest.raises(MdiError, match="finisher.*intermediate"),
     ):
         generated(cluster, NanoFamily(), ckpt, [[1]])
 

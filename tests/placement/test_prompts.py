@@ -237,7 +237,7 @@ def test_the_memory_beside_a_window_is_that_of_a_stage(name: str, start: int) ->
         """Bytes of caches and rows, as the refusal of a window of 1 byte says them."""
         profile = cluster(node("n0"), node("n1", disk_read_bytes_s=100e6, window_bytes=1, process_bytes=0))
         windows = NodeWindows(config, shape, profile, Workload(n_texts, length))
-        with pytest.raises(PlacementError, match="caches and rows") as raised:
+        with pytest.raises(PlacementError) as raised:
             windows.plan(1, start, stop)
         number, unit = re.findall(r"caches and rows ([0-9.]+) (.B)", str(raised.value))[0]
         return float(number) * {"MB": 1e6, "GB": 1e9}[unit]

@@ -534,7 +534,7 @@ def test_gguf_files_give_the_same_logits(name: str, is_fused: bool, tmp_path: Pa
     writer.close()
     source = GgufSource(path)
     assert np.abs(logits_of(stages_of(source, [0, 5], len(ids)), ids) - expected).max() < TOLERANCE
-    with pytest.raises(CheckpointError, match="no such settings"):
+    with pytest.raises(CheckpointError, match="^a Hugging Face "):
         export_hf(source, tmp_path, tmp_path / "out")
 
 
@@ -551,7 +551,7 @@ def test_exported_gguf_files_give_the_same_logits(tmp_path: Path) -> None:
     )
     assert len(tensors["blk.0.ssm_conv1d.weight"].shape) == 2
     folder, *_ = folder_of("qwen3_5", tmp_path)
-    with pytest.raises(CheckpointError, match="a GGUF file has no such settings"):
+    with pytest.raises(CheckpointError, match=r"\w+ would be another$"):
         export_gguf(PackedSource(open_source(folder), Packing("float32", "float32")), folder, tmp_path / "other.gguf")
 
 

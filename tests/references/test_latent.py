@@ -454,7 +454,7 @@ def test_llama_cpp_gives_the_same_logits_of_exported_gguf_files(name: str, tmp_p
 def test_cosines_with_a_factor_are_not_exported(tmp_path: Path) -> None:
     """llama.cpp knows a factor of the softmax only: here it is another one than that of cosines and sines."""
     folder, *_ = folder_of("deepseek-v3", tmp_path)
-    with pytest.raises(CheckpointError, match="a GGUF file has no such settings .*rope_adjustments"):
+    with pytest.raises(CheckpointError, match="rope_adjustments"):
         export_gguf(PackedSource(open_source(folder), Packing("float32", "float32")), folder, tmp_path / "out.gguf")
 
 

@@ -48,7 +48,7 @@ def test_texts_of_adapters_and_models_are_written_together(
             assert made.serving == {"one", "two"}
             assert await made.write("one", 30) == expected["one"]  # whose last text was an adapter's
             for act in (made.models.load, made.models.unload):
-                with pytest.raises(ApiError, match="sql is an adapter, which comes with its model"):
+                with pytest.raises(ApiError, check=lambda e: e.status == 409 and e.body["error"]["code"] == "adapter"):
                     act("sql")
 
     run(scenario())
@@ -56,7 +56,7 @@ def test_texts_of_adapters_and_models_are_written_together(
 
 def test_an_adapter_takes_no_name_of_a_model(folder: Path) -> None:
     assert Catalog(folder, folder / "one", ["sql"]).names() == ["one", "sql", "three", "two"]
-    with pytest.raises(UsageError, match="there is a model of that name"):
+    with pytest.raises(UsageError, match="^--adapter two: "):
         Catalog(folder, folder / "one", ["two"])
     with pytest.raises(UsageError):
         Catalog(folder, folder / "one", ["one"])
@@ -188,10 +188,10 @@ def test_a_ring_goes_on_where_a_node_cannot_have_an_adapter(
             with monkeypatch.context() as patch:
 
                 def no_memory(*_: Any, **__: Any) -> None:
-                    raise NoMemoryError("a node has no memory for it")
+                    raise NoMemoryError("board7 is full")
 
                 patch.setattr("mdi.stages.store.StageStore.reserve", no_memory)
-                with pytest.raises(ApiError, match="no memory"):
+                with pytest.raises(ApiError, match="board7"):
                     await made.models.load_adapter("sql", str(tmp_path / "sql"))
             assert await text == right("one", 200)
             assert made.api.catalog.adapters == made.host.loaded["one"].run.adapters == ()
