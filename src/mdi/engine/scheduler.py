@@ -867,9 +867,7 @@ class Scheduler:
         gone = self._prefixes.add(Kept(snapshot, sequence.kept_for, tuple(sequence.ids[:n]), self._use.needs(n), n))
         self._freed += gone
         if snapshot not in gone:  # else its copy would come after the frame that frees it
-            self._snapshots.append(
-                (sequence.seq_id, snapshot)
-            )  # behind the rows of this frame, before those of the next
+            self._snapshots.append((sequence.seq_id, snapshot))  # behind the rows of this frame, before the next
 
     def _replay_slices(self) -> list[PlannedSlice]:
         """Rows that were sent before. A sequence with all of them continues, because frames do not overtake each other."""

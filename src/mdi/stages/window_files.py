@@ -28,9 +28,7 @@ PIECE_BYTES = 8 << 20  # bytes read at a time, so that reading can be stopped
 LOG_WAIT_S = 10.0  # a wait for the disk that is longer is logged
 JOIN_S = 10.0  # for a thread that reads
 GIVEN_UP_S = 60.0  # ... after which a disk that gives nothing counts as failed
-LONGEST_STEP_S = (
-    2.0  # of this wait: a longer one is that of a process that was stopped (Ctrl-Z), and its reader with it
-)
+LONGEST_STEP_S = 2.0  # of this wait: a longer one is that of a process that was stopped (Ctrl-Z), with its reader
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
