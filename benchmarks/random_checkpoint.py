@@ -43,6 +43,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         for n in (3, 10, 12)
     },
 }
+SHAPES["twelve-blocks"] = {**SHAPES["small-30m"], "n_layer": 12, "block_size": 512, **dict.fromkeys(
+    ("vocab_size", "padded_vocab_size"), 2048
+)}  # fmt: skip
 CONTEXT, DEEP_CONTEXT = 2048, 8448
 DEEP = "-deep"  # what names of shapes end with that have a context of DEEP_CONTEXT
 SHAPES.update({

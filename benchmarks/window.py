@@ -22,17 +22,18 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import on_path  # noqa: F401
 from memory_group import memory_group
+from on_path import ROOT
 from records import add_json_flag, save
+from rings import after_first, asked
 
-ROOT = Path(__file__).resolve().parents[1]
+PEER = ROOT / "benchmarks" / "window_peer.py"
 PROMPT = "The ring is closed link by link."
 LIMITS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # times --memory, for a peer that is killed
 PIECE_BYTES = 8 << 20
@@ -40,9 +41,8 @@ WINDOW_BYTES = 176 << 20  # of two units of the 1.1 B shape in float32
 STEADY_UNITS = 4
 MARGIN_BYTES = 20_000_000  # of the group, for the shell and what is charged to it beside the process
 DEADLINE_S = 900
-PREFIX = os.environ.get(
-    "BENCHMARK_PREFIX", ""
-).split()  # such as "chrt -f 10 taskset -c 1", on a machine that is not quiet
+# Such as "chrt -f 10 taskset -c 1", on a machine that is not quiet.
+PREFIX = os.environ.get("BENCHMARK_PREFIX", "").split()
 
 
 def drop(paths: list[Path]) -> None:
@@ -77,77 +77,51 @@ def disk_bytes_s(path: Path, is_direct: bool, limit_s: float = 2.0) -> float:
     return done / spent
 
 
-def in_group(command: list[str], limit: int, env: dict[str, str]) -> tuple[int, str, str, int, int]:
-    """Status, output, errors, peak of the group, processes that were killed."""
-    with memory_group(limit) as group:
-        done = subprocess.run(
-            group.command([*PREFIX, *command]), env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-        return done.returncode, done.stdout, done.stderr, group.peak_bytes(), group.n_killed()
-
-
-def ours(args: argparse.Namespace, chunk: Path, n_texts: int, *flags: str) -> dict[str, Any]:
+def ours(args: argparse.Namespace, chunk: Path, n_texts: int) -> dict[str, Any]:
     """A run with a window; times of the tokens after the first."""
     drop([chunk])
-    command = [
-        args.python, str(ROOT / "src" / "sample.py"), "--ckpt", str(args.checkpoint), "--quantize", "float32",
-        "--prompt", PROMPT, "--prompt-style", "none", "--n-samples", str(n_texts), "--n-tokens", str(args.tokens),
-        "--temperature", "0", "--sequence-length", "64", "--draft", "none", "--json",
-        *(flags or ("--memory", str(args.memory - MARGIN_BYTES))),
-    ]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "MDI_CACHE_DIR": str(args.cache)}
     begin = time.perf_counter()
-    status, out, err, peak, n_killed = in_group([*command, "--threads", str(args.threads)], args.memory, env)
-    if status:
-        raise SystemExit(f"our run ended with {status} ({n_killed} killed):\n{err[-2000:]}")
-    found = json.loads(out)
-    node, samples = found["nodes"][0], found["samples"]
-    first_s = max(sample["ttft_s"] for sample in samples)
-    duration_s = sum(len(s["token_ids"]) for s in samples) / found["tokens_per_s"]
-    decode_s = duration_s - first_s
+    with memory_group(args.memory) as group:
+        memory = ("--memory", args.memory - MARGIN_BYTES)
+        found, said = sampled(args, "float32", n_texts, *memory, inside=group.command(PREFIX), MDI_CACHE_DIR=args.cache)
+        peak = group.peak_bytes()
+    node, (first_s, tokens_s) = found["nodes"][0], after_first(found)
     return {
-        "texts": n_texts,
-        "tokens_per_s": n_texts * (args.tokens - 1) / decode_s,
-        "first_token_s": first_s,
-        "pass_s": decode_s / (args.tokens - 1),
-        "weights_resident_bytes": node["weights_resident_bytes"],
-        "weights_read_bytes": node["weights_read_bytes"],
+        "texts": n_texts, "tokens_per_s": tokens_s, "first_token_s": first_s, "pass_s": n_texts / tokens_s,
+        **{key: node[key] for key in ("weights_resident_bytes", "weights_read_bytes", "peak_rss_bytes")},
         "disk_wait_share": node["disk_wait_s"] / node["compute_s"],
         "read_bytes_s": node["weights_read_bytes"] / node["compute_s"],
-        "peak_rss_bytes": node["peak_rss_bytes"],
-        "group_peak_bytes": peak,
-        "wall_s": time.perf_counter() - begin,
-        "said": [line for line in err.splitlines() if "weights in memory" in line],
-        "token_ids": samples[0]["token_ids"],
-    }
+        "group_peak_bytes": peak, "wall_s": time.perf_counter() - begin,
+        "said": [line for line in said.splitlines() if "weights in memory" in line],
+        "token_ids": found["samples"][0]["token_ids"],
+    }  # fmt: skip
+
+
+def sampled(
+    args: argparse.Namespace, form: str, n_texts: int, *more: object, inside: Sequence[str], **environment: str
+) -> tuple[dict[str, Any], str]:
+    """Texts of the checkpoint, with its weights in a format."""
+    return asked(
+        "sample", "--ckpt", args.checkpoint, "--quantize", form, "--prompt", PROMPT, "--prompt-style", "none", "--n-samples",
+        n_texts, "--n-tokens", args.tokens, "--temperature", 0, "--sequence-length", 64, "--draft", "none", "--threads",
+        args.threads, *more, inside=inside, environment={"OMP_NUM_THREADS": str(args.threads), **environment},
+    )  # fmt: skip
 
 
 def steady(args: argparse.Namespace, disk: float) -> dict[str, Any]:
     """Whether computing waits where it takes longer than reading, and what was said beforehand."""
-    import yaml
-
-    from mdi.checkpoint.shapes import full_config
+    from mdi.checkpoint.shapes import read_config
     from mdi.placement.windows import matrices_of
     from mdi.stages.window_budget import plan_window
     from mdi.stages.window_files import block_units
     from window_steady import UnitTimes, simulate
 
-    def run(*flags: str) -> dict[str, Any]:
-        command = [
-            args.python, str(ROOT / "src" / "sample.py"), "--ckpt", str(args.checkpoint), "--quantize", "int8",
-            "--prompt", PROMPT, "--prompt-style", "none", "--n-samples", str(args.texts), "--n-tokens", str(args.tokens),
-            "--temperature", "0", "--sequence-length", "64", "--draft", "none", "--json",
-            "--threads", str(args.threads), *flags,
-        ]  # fmt: skip
-        env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "MDI_KERNELS": "plain"}
-        done = subprocess.run([*PREFIX, *command], env=env, capture_output=True, text=True, check=True)
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
-
     drop([args.checkpoint / "chunks" / "1nodes-int8" / "model_starter.safetensors"])
-    whole, windowed = run(), run("--window", str(STEADY_UNITS))
-    settings = yaml.safe_load((args.checkpoint / "model_config.yaml").read_text())
-    config = full_config(settings, str(args.checkpoint))
+    whole, windowed = (
+        sampled(args, "int8", args.texts, *flags, inside=PREFIX, MDI_KERNELS="plain")[0]
+        for flags in ((), ("--window", STEADY_UNITS))
+    )
+    config = read_config(args.checkpoint / "model_config.yaml")
     parts, head = matrices_of(config, "int8", 0, config.n_layer, is_starter=True)
     plan = plan_window(block_units(parts), head, STEADY_UNITS, None)
     compute_s = 1 / whole["samples"][0]["tokens_per_s"]  # of a frame with a row of each text
@@ -173,20 +147,15 @@ def peer(args: argparse.Namespace, which: str, folder: Path) -> dict[str, Any]:
         drop(files)
         disk = [disk_bytes_s(max(files, key=lambda f: f.stat().st_size), is_direct, 1.0) for is_direct in (True, False)]
         drop(files)
-        command = [
-            args.peer_python,
-            str(ROOT / "benchmarks" / "window_peer.py"),
-            which,
-            str(folder),
-            str(limit),
-            str(args.tokens),
-        ]
-        status, out, err, peak, n_killed = in_group([*command, str(args.threads)], limit, env)
-        tried.append(
-            {"limit_bytes": limit, "status": status, "killed": n_killed, "error": err[-300:] if status else ""}
-        )
-        if status == 0:
-            return {**json.loads(out.splitlines()[-1]), "limit_bytes": limit, "group_peak_bytes": peak,
+        words = (which, folder, limit, args.tokens, args.threads)
+        with memory_group(limit) as group:
+            command = group.command([*PREFIX, args.peer_python, str(PEER), *map(str, words)])
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+            peak, n_killed = group.peak_bytes(), group.n_killed()
+        error = done.stderr[-300:] if done.returncode else ""
+        tried.append({"limit_bytes": limit, "status": done.returncode, "killed": n_killed, "error": error})
+        if done.returncode == 0:
+            return {**json.loads(done.stdout.splitlines()[-1]), "limit_bytes": limit, "group_peak_bytes": peak,
                     "disk_bytes_s_before": disk, "tried": tried}  # fmt: skip
     return {"tried": tried}
 
@@ -198,7 +167,6 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--peer-python")
     parser.add_argument("--peer-folder", type=Path, help="the same weights in float32 in Hugging Face's form")
     add_json_flag(parser, "window")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ GGUF_TOP = {
     "transformer.ln_f.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
+
+
+def plain_weights(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Those of the checkpoint, under litgpt's names."""
+    weights = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
+    return {name: tensor.to(dtype) for name, tensor in weights.items()}
 
 
 def hf_tensors(weights: Mapping[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:

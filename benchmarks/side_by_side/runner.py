@@ -16,7 +16,6 @@ MODULES = {
     "ring": "ring.ring_worker",
     "ready": "ring.ready_worker",
     "read": "peers.read_test",
-    "device read": "peers.device_read_test",
     "litgpt": "peers.litgpt_peer",
     "transformers": "peers.transformers_peer",
     "llama.cpp": "peers.llama_cpp_peer",

@@ -15,7 +15,7 @@ from side_by_side import runner
 from side_by_side.files import Chunks, Gguf, make_all
 from side_by_side.memory import cache_bytes
 from side_by_side.scenario import Check, Run, Scenario, SystemSpec
-from side_by_side.scenarios import PER_SET, SCENARIOS, grid
+from side_by_side.scenarios import PER_SET, SCENARIOS
 from side_by_side.setup import LLAMA_CACHE_OF, Setup
 from side_by_side.tables import PROCESSORS, SETS
 from side_by_side.workers import Worker, WorkerError
@@ -28,7 +28,6 @@ def setup(brevity=1):
 
 def built():
     yield from ((name, build(setup(brevity))) for name, build in SCENARIOS.items() for brevity in (1, 4))
-    yield "grid", grid(setup(), [1, 2], [1, 8], "int8", [16, 32], 24)
 
 
 @pytest.mark.parametrize("scenario", [pytest.param(s, id=name) for name, s in built()])
