@@ -62,7 +62,8 @@ def starter(ckpt: Path, n_nodes: int, asked: Connection) -> None:
                 chosen = tuple(ring.cluster.secondaries[i - 1] for i in job["order"][1:])
                 asked.send(run_of(ckpt, ClusterConfig(ring.cluster.starter, chosen), job))
                 continue
-            model, number = ModelId(config.name, config, config_hash(config), "float32"), Requested(device="cpu", dtype="float32")
+            model = ModelId(config.name, config, config_hash(config), "float32")
+            number = Requested(device="cpu", dtype="float32")
             asked.send(measure_live(ring.cluster, model, number, ckpt.parent / "cache", 120.0, True, Cancel()))
 
 

@@ -35,7 +35,6 @@ N_NODES = (1, 2, 3)
 MOST_POINTS = 100  # of a curve, behind its first tokens
 MOST_CHARACTERS = 200  # of a text
 GREEDY_TOKENS = 150  # more than a NanoGPT's context
-START_S = 12  # of a run, before its first token
 
 
 class Results:
@@ -85,17 +84,14 @@ def measure(args: argparse.Namespace, models: list[Model], results: Results) -> 
             is_done = results.runs.get(f"{model.key}/{n_nodes}", {}).get("asked") == n_tokens
             if args.again or not is_done:
                 todo.append((model, n_nodes, n_tokens))
-    clock = Clock([expected_s(*case) for case in todo])
     n_failed, begin = 0, time.monotonic()
     for i, (model, n_nodes, n_tokens) in enumerate(todo):
-        if time.monotonic() - begin + expected_s(model, n_nodes, n_tokens) > args.within:
+        if time.monotonic() - begin > args.within:
             print(f"no time for {model.title} on {n_nodes}", flush=True)
-            clock.skip()
             continue
         print(f"[{i + 1}/{len(todo)}] {model.title} on {n_nodes}, {n_tokens} tokens per sample", flush=True)
         try:
             ckpt = checkpoint_of(args, model, results)
-            clock.begin()
             run = measured_run(Case(model.key, str(ckpt), n_nodes, n_tokens, is_loopback=args.loopback))
         except subprocess.SubprocessError as e:
             n_failed += 1
@@ -103,8 +99,7 @@ def measure(args: argparse.Namespace, models: list[Model], results: Results) -> 
         else:
             results.add(f"{model.key}/{n_nodes}", run)
             told = f"{run['n_tokens']} tokens, {run['n_tokens'] / run['points'][-1][0]:.2f}/s"
-        took_s, left_s = clock.end()
-        print(f"    {told}; {took_s:.0f} s, about {math.ceil(left_s / 60)} min left", flush=True)
+        print(f"    {told}", flush=True)
         is_last = i + 1 == len(todo) or todo[i + 1][0] is not model
         if is_last and not args.keep:
             shutil.rmtree(args.work_dir / model.key, ignore_errors=True)
@@ -149,33 +144,6 @@ def measured_run(case: Case) -> dict[str, Any]:
     return {**run, "texts": [run["texts"][0][:MOST_CHARACTERS]], **told, **Usage.now().since(begin)}
 
 
-def expected_s(model: Model, n_nodes: int, n_tokens: int) -> float:
-    """How long a run may take, by `Model.seconds` and the share of the tokens."""
-    return START_S + model.seconds[n_nodes] * n_tokens / model.n_tokens
-
-
-class Clock:
-    """Time left, by how the runs so far compare with what was expected of them."""
-
-    def __init__(self, expected_s: list[float]) -> None:
-        self._expected_s, self._n_done = expected_s, 0
-        self._took_s = self._wanted_s = self._begin = 0.0
-
-    def begin(self) -> None:
-        self._begin = time.monotonic()
-
-    def skip(self) -> None:
-        self._n_done += 1
-
-    def end(self) -> tuple[float, float]:
-        """(what this run took, what is left), in seconds."""
-        took_s = time.monotonic() - self._begin
-        self._took_s += took_s
-        self._wanted_s += self._expected_s[self._n_done]
-        self._n_done += 1
-        return took_s, self._took_s / self._wanted_s * sum(self._expected_s[self._n_done :])
-
-
 def thinned(run: dict[str, Any]) -> dict[str, Any]:
     """Fewer points, for the file: all of the first, for the detail at the origin, and the very last."""
     points = run["points"]
@@ -196,7 +164,7 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "thesis", metavar="DIR")
     parser.add_argument("--untrained", action="store_true", help="random weights for all: rates do not depend on them")
     parser.add_argument("--loopback", action="store_true", help="all nodes on one host, without root")
-    parser.add_argument("--within", type=float, default=math.inf, metavar="S", help="begin no run that would end later")
+    parser.add_argument("--within", type=float, default=math.inf, metavar="S", help="begin no run later")
     parser.add_argument(
         "--results", type=Path, metavar="FILE", help="(benchmarks/results/thesis.json; --quick: work folder)"
     )
