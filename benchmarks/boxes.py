@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 
 from litgpt.config import Config
 
-from on_path import ROOT
-
-# isort: split
+import on_path
 from mdi.errors import PlacementError
 from mdi.model.plain import ModelConfig
 from mdi.placement.model import ModelShape, Workload, model_shape
@@ -104,4 +102,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    write(__doc__, ROOT / "README.md", "boxes", table)
+    write(__doc__, on_path.ROOT / "README.md", "boxes", table)

@@ -28,22 +28,20 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import on_path
+from random_checkpoint import PACKED_ONLY, SHAPES
+from records import RESULTS, Usage, disturbed, save
+from side_by_side.figure import draw
+from side_by_side.files import make_all
+from side_by_side.measures import medians
+from side_by_side.runner import run_scenario, say
+from side_by_side.scenario import Outcome, Scenario
+from side_by_side.scenarios import PER_SET, SCENARIOS
+from side_by_side.setup import Setup
+from side_by_side.tables import PROCESSORS, all_medians, fill, overview, scenario_table, sets_table
 
-from random_checkpoint import PACKED_ONLY, SHAPES  # noqa: E402
-from records import RESULTS, Usage, disturbed, save  # noqa: E402
-from side_by_side.figure import draw  # noqa: E402
-from side_by_side.files import make_all  # noqa: E402
-from side_by_side.measures import medians  # noqa: E402
-from side_by_side.runner import run_scenario, say  # noqa: E402
-from side_by_side.scenario import Outcome, Scenario  # noqa: E402
-from side_by_side.scenarios import PER_SET, SCENARIOS  # noqa: E402
-from side_by_side.setup import Setup  # noqa: E402
-from side_by_side.tables import PROCESSORS, all_medians, fill, overview, scenario_table, sets_table  # noqa: E402
-
-DOCUMENT = ROOT / "benchmarks" / "RESULTS.md"
-FIGURE = ROOT / "assets" / "speed.svg"
+DOCUMENT = on_path.ROOT / "benchmarks" / "RESULTS.md"
+FIGURE = on_path.ROOT / "assets" / "speed.svg"
 
 
 def run_one(scenario: Scenario, args: argparse.Namespace, setup: Setup, budget_s: float) -> None:

@@ -2,12 +2,11 @@
 """What fine-tuning over a ring brings: loss and right answers before and after, in each weight format, and how fast.
 
 Tasks: `tone`, two classes, and `reports`, texts of a form that the model has not seen, are made here (finetune_tasks.py);
-`text` is a file's (--text). A model is fine-tuned in float32 with `mdi finetune`; the result is evaluated with the blocks in
+A model is fine-tuned in float32 with `mdi finetune`; the result is evaluated with the blocks in
 each format, with 1, 8 and 32 texts at the same time (Petals, appendix A). What writes texts, and side, are evaluated by the
 kernels; classes of the other methods in torch, over the numbers that the packed weights stand for.
 
     finetune_quality.py --method side --method lora --method prompt --method deep-prompt --method prefix
-    finetune_quality.py --method side --task text --text tiny-shakespeare.txt
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from typing import Any
 import numpy as np
 
 import finetune_tasks as tasks
-from on_path import ROOT
+import on_path
 from records import add_json_flag, save, told
 from rings import opened
 
 FORMATS = ("float32", "bf16", "fp16", "int8", "int4", "mxfp4")
-TASKS = ("tone", "reports", "text")
+TASKS = ("tone", "reports")
 METHODS = ("side", "lora", "prompt", "deep-prompt", "prefix")
 MOST_ROWS = 64  # of a prompt or prefix
 
@@ -43,9 +42,7 @@ def rows_of(args: argparse.Namespace, task: str) -> tuple[tasks.Rows, tasks.Rows
     """To learn from, and held out."""
     if task == "tone":
         return tasks.tone(args.examples, 1, False), tasks.tone(args.held, 2, True)
-    if task == "reports":
-        return tasks.reports(args.examples, 1), tasks.reports(args.held, 2)
-    return tasks.pieces(args.text, args.examples, 300, False), tasks.pieces(args.text, args.held, 300, True)
+    return tasks.reports(args.examples, 1), tasks.reports(args.held, 2)
 
 
 def learn(args: argparse.Namespace, method: str, task: str, data: Path, out: Path) -> dict[str, Any]:
@@ -180,8 +177,7 @@ def judged(logits: np.ndarray, targets: Sequence[int]) -> tuple[float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ckpt", type=Path, default=ROOT / "assets" / "nano-llama", help="(%(default)s)")
-    parser.add_argument("--text", type=Path, help="a text file, for the task `text`")
+    parser.add_argument("--ckpt", type=Path, default=on_path.ROOT / "assets" / "nano-llama", help="(%(default)s)")
     parser.add_argument("--task", action="append", choices=TASKS, help="may be repeated (tone and reports)")
     parser.add_argument("--method", action="append", choices=METHODS, help="may be repeated (side)")
     parser.add_argument("--examples", type=int, default=192, help="to learn from (%(default)s)")
@@ -194,9 +190,8 @@ def main() -> None:
     add_json_flag(parser, "finetune_quality")
     args = parser.parse_args()
     args.texts, args.method = args.texts or [1, 8, 32], args.method or ["side"]
-    args.task = args.task or ["tone", "reports"]
     logging.getLogger("mdi").setLevel(logging.ERROR)
-    found = [one_case(args, task, method) for task in args.task for method in args.method]
+    found = [one_case(args, task, method) for task in args.task or TASKS for method in args.method]
     save(args.json, {"flags": told(args, "json"), "cases": found})
 
 
@@ -214,11 +209,8 @@ def one_case(args: argparse.Namespace, task: str, method: str) -> dict[str, Any]
         examples = class_examples(held, codec, 512, labels_of(held)) if is_classes else lm_examples(held, codec, 512)
         print(f"{task}, {method}: {json.dumps(learned)}", flush=True)
         after = [line for form in FORMATS for line in evaluate(args, method, form, examples, folder / "out")]
-        before = (
-            [line for form in FORMATS for line in evaluate(args, method, form, examples, None)]
-            if task != "tone"
-            else []
-        )
+        forms = FORMATS if task != "tone" else ()
+        before = [line for form in forms for line in evaluate(args, method, form, examples, None)]
     for line in [*before, *after]:
         print(json.dumps(line), flush=True)
     return {"task": task, "method": method, "learned": learned, "before": before, "after": after}

@@ -2,8 +2,8 @@
 """How fast a model is fine-tuned over a ring of processes on this machine, with random weights.
 
 Tokens of texts per second, forward and backward, as table 6 of Borzunov et al. 2023 (Petals): prompts of 16 and of 4 rows
-before texts, or in each block (deep prompts, which Petals calls prefixes), 8 and 32 texts; with a head of two classes and
-with that of words, both at the starter, without a GPU; the most memory of each process, and bytes per token on the links.
+before texts, or in each block (deep prompts, which Petals calls prefixes), 8 and 32 texts, with a head of two classes at the
+starter.
 
     finetune_speed.py tiny-llama-1.1b --folder /somewhere/1b --nodes 1 --nodes 2 --nodes 3
 """
@@ -11,10 +11,8 @@ with that of words, both at the starter, without a GPU; the most memory of each 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,7 +57,7 @@ def passes(args: argparse.Namespace) -> list[dict[str, Any]]:
 def one_pass(
     run: Any, head: Any, method: str, n_texts: int, n_rows: int, n_tokens: int, n_parts: int
 ) -> dict[str, Any]:
-    """Forward and backward of some texts, in parts that are under way at the same time, and of both heads after all parts."""
+    """Forward and backward of some texts, in parts that are under way at the same time; and of the head of classes."""
     import torch
     from torch.nn import functional
 
@@ -77,49 +75,23 @@ def one_pass(
     leaves = [[one.detach().requires_grad_(one.requires_grad) for one in model.learned()] for _ in parts]
 
     with ThreadPoolExecutor(min(n_parts, len(parts))) as pool:
-        reset_peaks()
-        forward = Spent(model.blocks)
+        begin = time.perf_counter()
         outputs = list(pool.map(model, parts, leaves))
-        forward.end()
+        forward_s = time.perf_counter() - begin
 
-        rows, targets = torch.cat([one.detach() for one in outputs]), torch.tensor(ids)[:, 1:].reshape(-1)
+        rows = torch.cat([one.detach() for one in outputs])
         last, labels = rows[n_tokens - 1 :: n_tokens], torch.zeros(n_texts, dtype=torch.int64)
         score = model.tuned.named[SCORE].detach().requires_grad_()
-
-        def lm(x: Any) -> Any:
-            return head.loss(x, targets).loss
-
-        def classes(x: Any) -> Any:
-            return functional.cross_entropy(model.classes(x, score), labels)
-
-        heads = {"lm": head_seconds(lm, rows), "classes": head_seconds(classes, last)}
-        backward = Spent(model.blocks)
+        head_s = head_seconds(lambda x: functional.cross_entropy(model.classes(x, score), labels), last)
+        begin = time.perf_counter()
         list(pool.map(lambda one: one.backward(torch.ones_like(one)), outputs))
-        backward.end()
+        backward_s = time.perf_counter() - begin
     n_all = n_texts * n_tokens  # of texts: rows of prompts are no tokens, as in Petals' program
     found: dict[str, Any] = {"learned": n_numbers(model.tuned.named.values())}
-    for i, (name, spent) in enumerate((("forward", forward), ("backward", backward))):
-        for which, seconds in heads.items():
-            found[f"{name}_{which}_tokens_s"] = n_all / (spent.seconds + seconds[i])
-        found[f"{name}_blocks_tokens_s"] = n_all / spent.seconds
-        found[f"{name}_tokens_per_core_s"] = n_all / max(spent.core_seconds, 1e-3)
-        found[f"{name}_bytes_per_token"] = spent.n_bytes / n_all
-    return {**found, "peak_bytes": peak_memory()}
-
-
-class Spent:
-    """Seconds of the clock and of cores, and bytes to nodes and back, from here to `end`."""
-
-    def __init__(self, blocks: Any) -> None:
-        self._blocks = blocks
-        self._begin = time.perf_counter(), cpu_seconds(), self._traffic()
-
-    def end(self) -> None:
-        now = time.perf_counter(), cpu_seconds(), self._traffic()
-        self.seconds, self.core_seconds, self.n_bytes = (a - b for a, b in zip(now, self._begin, strict=True))
-
-    def _traffic(self) -> int:
-        return sum(self._blocks.traffic.total)
+    for name, blocks_s, own_s in (("forward", forward_s, head_s[0]), ("backward", backward_s, head_s[1])):
+        found[f"{name}_classes_tokens_s"] = n_all / (blocks_s + own_s)
+        found[f"{name}_blocks_tokens_s"] = n_all / blocks_s
+    return found
 
 
 def head_seconds(loss: Callable[[Any], Any], rows: Any) -> tuple[float, float]:
@@ -133,36 +105,6 @@ def head_seconds(loss: Callable[[Any], Any], rows: Any) -> tuple[float, float]:
     loss(rows.detach().requires_grad_()).backward()
     forward = middle - begin
     return forward, max(0.0, time.perf_counter() - middle - forward)  # the loss of a head has its gradient with it
-
-
-def cpu_seconds() -> float:
-    """Of this process and of the nodes', which other programs disturb less than the clock."""
-    return float(sum(sum(process.cpu_times()[:2]) for process in processes()))
-
-
-def processes() -> list[Any]:
-    """This one, the starter's, and the nodes'."""
-    import psutil
-
-    own = psutil.Process()
-    return [own, *own.children()]
-
-
-def reset_peaks() -> None:
-    """Have the processes' most memory counted from now on; Linux only."""
-    for process in processes():
-        with contextlib.suppress(OSError):
-            Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="ascii")
-
-
-def peak_memory() -> list[int]:
-    """The most resident memory of each process since then, in bytes, the starter first; Linux only."""
-    found = []
-    for process in processes():
-        with contextlib.suppress(OSError):
-            told = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
-            found.append(1024 * int(re.search(r"VmHWM:\s+(\d+)", told)[1]))  # type: ignore[index]
-    return found
 
 
 def main(given: Sequence[str] | None = None) -> None:

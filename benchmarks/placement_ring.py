@@ -1,25 +1,22 @@
 #!/usr/bin/env python3
 """Placements against measurement: a ring of nodes with different CPU quotas, and every split that it can have.
 
-Each node is a process in a control group of its own, with a quota of a part of one core (Linux, root). Every node measures
-itself under its quota as it would on request; from these profiles the placements are computed. Then the ring runs with every
-contiguous split of the model over all its nodes in the order of the nodes file, and the best ones again, in turns with the
-default placement and with `even`. Rates are of decoding, from each sample's first token on.
+Each node is a process in a control group of its own, with a quota of a part of one core (Linux, root). All nodes measure
+themselves under their quotas, as they do before a run; from these profiles the placements are computed. Then the ring runs with
+each of them in turns: GMA, OPA and ours, where each node's memory holds half of the blocks. Rates are of decoding, from each
+sample's first token on.
 
-    placement_ring.py --quotas 0.6,0.3,0.15 --sequences 24 --json ring.json
-    placement_ring.py --quotas 0.6,0.15,0.3,0.6 --clients 1,2,4     GMA against OPA, where two nodes hold the model
+    placement_ring.py --clients 1,2,4
     placement_ring.py --quotas 0.25,0.5,0.75,1 --profile-only       a block's time over fractions of a core
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import multiprocessing
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -84,7 +81,7 @@ def run_of(ckpt: Path, cluster: Any, job: dict[str, Any]) -> dict[str, Any]:
         run.close()
         metrics = run.metrics()
     rate = statistics.mean(s.tokens_per_s for s in metrics.samples) * len(metrics.samples)
-    return {"tokens_s": rate, "stage_s": [n.compute_s / max(1, n.frames) for n in metrics.nodes]}
+    return {"tokens_s": rate}
 
 
 class Cluster:
@@ -132,62 +129,6 @@ def _even(n_layer: int, n_nodes: int) -> tuple[int, ...]:
     return tuple(n_layer // n_nodes + (i < n_layer % n_nodes) for i in range(n_nodes))
 
 
-def splits(n_layer: int, n_nodes: int) -> Iterator[tuple[int, ...]]:
-    for cuts in itertools.combinations(range(n_layer), n_nodes - 1):
-        edges = [*cuts, n_layer]
-        yield (edges[0], *(b - a for a, b in itertools.pairwise(edges)))
-
-
-def compare(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, Any]:
-    """Every split once, then the best and the placements in turns."""
-    from mdi.placement.methods import place
-
-    n_layer, n_nodes = cost.n_layer, cost.n_nodes
-    tried: dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]] = {}
-    stages: dict[tuple[tuple[int, ...], tuple[int, ...]], list[list[float]]] = {}
-
-    def measure(order: tuple[int, ...], counts: tuple[int, ...], n_tokens: int) -> None:
-        result = cluster.run(order, counts, args.sequences, n_tokens)
-        tried.setdefault((order, counts), []).append(result["tokens_s"])
-        stages.setdefault((order, counts), []).append(result["stage_s"])
-
-    listed = tuple(range(n_nodes))
-    rings = [listed[:n] for n in range(2, n_nodes)] + [listed]
-    for order in rings:
-        for counts in splits(n_layer, len(order)):
-            predicted = cost.predict(order, counts)
-            if predicted.tokens_s < args.skip_below * args.best_predicted:
-                continue
-            measure(order, counts, args.n_tokens)
-            print(
-                f"{order} {counts}: {tried[order, counts][0]:.1f} tokens/s, predicted {predicted.tokens_s:.1f}",
-                flush=True,
-            )
-    chosen = {}
-    for method in ("throughput", "even", "gma", "opa", "latency"):
-        placement = by_score(cost, method, SCORES[method]) if method in SCORES else place(cost, method)
-        chosen[method] = (placement.order, placement.counts)
-    best = sorted(tried, key=lambda key: -tried[key][0])[: args.again]
-    finals = list(dict.fromkeys([*best, *chosen.values()]))
-    rounds: dict[Any, list[float]] = {key: [] for key in finals}
-    for _ in range(args.repeats):
-        for key in finals:
-            measure(*key, 2 * args.n_tokens)
-            rounds[key].append(tried[key][-1])
-    medians = {key: statistics.median(values) for key, values in rounds.items()}
-    rows = [
-        {"order": key[0], "counts": key[1], "tokens_s": medians[key], "all": rounds[key],
-         "predicted": cost.predict(*key).tokens_s, "predicted_stage_s": cost.predict(*key).stage_s,
-         "stage_s": [statistics.median(s) for s in zip(*stages[key][-args.repeats:], strict=True)],
-         "methods": [m for m, other in chosen.items() if other == key]}
-        for key in sorted(finals, key=lambda key: -medians[key])
-    ]  # fmt: skip
-    ours, top, even = medians[chosen["throughput"]], max(medians.values()), medians[chosen["even"]]
-    return {"n_tried": len(tried), "finals": rows, "of_best": ours / top, "of_even": ours / even,
-            "first_pass": [{"order": k[0], "counts": k[1], "tokens_s": v[0], "predicted": cost.predict(*k).tokens_s}
-                           for k, v in tried.items()]}  # fmt: skip
-
-
 def against(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, Any]:
     """GMA, OPA and ours for several numbers of clients, where each node's memory holds half of the blocks."""
     from mdi.placement.cost import CostModel
@@ -221,60 +162,38 @@ def against(args: argparse.Namespace, cluster: Cluster, cost: Any) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quotas", default="0.6,0.3,0.15", help="cores of each node, starter first (%(default)s)")
-    parser.add_argument("--sequences", type=int, default=6)
-    parser.add_argument("--n-tokens", type=int, default=40, help="per sample in the first pass; twice as many later")
-    parser.add_argument("--again", type=int, default=4, help="how many of the best are measured again (%(default)s)")
+    parser.add_argument("--quotas", default="0.6,0.15,0.3,0.6", help="cores of each node, starter first (%(default)s)")
+    parser.add_argument("--n-tokens", type=int, default=40, help="of each text (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--skip-below", type=float, default=0.0, help="leave out splits predicted below this part of the best"
-    )
-    parser.add_argument("--clients", help="compare GMA and OPA with so many clients, e.g. 1,2,4, instead of all splits")
+    parser.add_argument("--clients", default="1,2,4", help="numbers of clients (%(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="texts of a client (%(default)s)")
     parser.add_argument("--profile-only", action="store_true", help="only measure the nodes")
-    add_json_flag(parser, "placement-ring")
+    add_json_flag(parser, "placement_clients")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         make_checkpoint(ckpt := Path(name) / MODEL, MODEL)
         cluster = Cluster(ckpt, [float(share) for share in args.quotas.split(",")])
         try:
-            save(args.json, measured(args, cluster, ckpt))
+            result = measured(args, cluster, ckpt)
         finally:
             cluster.close()
+    save(args.json, result)
 
 
 def measured(args: argparse.Namespace, cluster: Cluster, ckpt: Path) -> dict[str, Any]:
     from mdi.checkpoint.shapes import read_config
     from mdi.placement.cost import CostModel
-    from mdi.placement.methods import place
     from mdi.placement.model import Workload, model_shape
 
-    shape = model_shape(read_config(ckpt / "model_config.yaml"), "float32")
     profile = cluster.measure()
-    cost = CostModel(profile, shape, Workload(args.sequences, PROMPT_IDS + 2 * args.n_tokens))
     for node in profile.nodes:
-        print(
-            f"{node.name}: {node.n_cores} cores, "
-            + ", ".join(f"{s * 1e3:.2f} ms at {rows} rows" for rows, s in node.block_s)
-        )
+        times = ", ".join(f"{s * 1e3:.2f} ms at {rows} rows" for rows, s in node.block_s)
+        print(f"{node.name}: {node.n_cores} cores, {times}", flush=True)
     if args.profile_only:
         return {"profile": profile.to_json()}
-    if args.clients:
-        return {"profile": profile.to_json(), **against(args, cluster, cost)}
-    default = place(cost)
-    args.best_predicted = cost.predict(default.order, default.counts).tokens_s
-    print(
-        f"default placement: {default.names} {default.counts}, {args.best_predicted:.1f} tokens/s predicted", flush=True
-    )
-    result = compare(args, cluster, cost)
-    for row in result["finals"]:
-        stage = ", ".join(
-            f"{a * 1e3:.1f}/{b * 1e3:.1f}" for a, b in zip(row["stage_s"], row["predicted_stage_s"], strict=True)
-        )
-        print(f"{row['order']} {row['counts']}: {row['tokens_s']:.1f} tokens/s, predicted {row['predicted']:.1f}; stages in ms "
-              f"measured/predicted {stage}; {' '.join(row['methods'])}")  # fmt: skip
-    print(f"default: {result['of_best']:.3f} of the best of {result['n_tried']}, {result['of_even']:.2f} times even")
-    return {"profile": profile.to_json(), **result}
+    shape = model_shape(read_config(ckpt / "model_config.yaml"), "float32")
+    cost = CostModel(profile, shape, Workload(1, PROMPT_IDS + 2 * args.n_tokens))
+    return {"profile": profile.to_json(), **against(args, cluster, cost)}
 
 
 if __name__ == "__main__":

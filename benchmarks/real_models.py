@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import on_path
 from mdi.checkpoint.hfconfig import published_config
 from mdi.errors import PlacementError
 from mdi.placement.cost import CostModel
@@ -26,10 +27,9 @@ from mdi.placement.prompts import tensor_first_token_s
 from mdi.placement.tensor_plan import plan_tensor
 from mdi.tensor.shares import why_not_shared_out
 from mdi.units import duration
-from on_path import ROOT
 from side_by_side.tables import markdown
 
-PAGE = ROOT / "docs" / "models.md"
+PAGE = on_path.ROOT / "docs" / "models.md"
 LENGTH, PROMPT, TEXTS = 2048, 512, 16
 GB = 1_000_000_000
 
@@ -132,7 +132,7 @@ def table(models: tuple[tuple[str, str], ...] = MODELS) -> str:
 def write(said: str | None, page: Path, name: str, made: Callable[[], str]) -> None:
     """The command: print a table, and put it between the marks of its name on a page if that is asked for."""
     parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"put it into {page.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help=f"put it into {page.relative_to(on_path.ROOT)}")
     is_written, found = parser.parse_args().write, made()
     print(found)
     if is_written:

@@ -31,11 +31,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import on_path
 from records import add_json_flag, save
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
 
 PROMPT = [1, 5, 9, 40]
 LAYERS = (0, 2, 2, 2, 2)  # of the starter and four stages, as 8, 7, 8, 7 in the paper
@@ -246,7 +245,7 @@ def summary(rows: list[Row], without_s: float, rates: list[float], n_tokens: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ckpt", type=Path, default=ROOT / "assets" / "nano-llama", help="(%(default)s)")
+    parser.add_argument("--ckpt", type=Path, default=on_path.ROOT / "assets" / "nano-llama", help="(%(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="(%(default)s)")
     parser.add_argument("--rates", default="0,1e-4,1e-3,1e-2,5e-2", help="(%(default)s)")
     parser.add_argument("--repeat", type=int, default=3, help="texts of each way and rate (%(default)s)")

@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from on_path import ROOT
+import on_path
 
 if TYPE_CHECKING:
     from mdi.run.run import Run
@@ -45,6 +47,12 @@ def packed(form: str) -> dict[str, str]:
     return {"quantize": form, "quantize_head": form}
 
 
+def alone(*call: Any) -> Any:
+    """A function's result, from a process of its own: its memory is counted by itself, and nodes pin theirs to a core."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(*call).result()
+
+
 def asked(
     command: str, *words: object, inside: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], str]:
@@ -57,7 +65,7 @@ def asked(
         SystemExit: it failed.
     """
     argv = [*inside, sys.executable, "-m", "mdi.cli", command, *map(str, words), "--json"]
-    own = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **(environment or {})}
+    own = {**os.environ, "PYTHONPATH": str(on_path.ROOT / "src"), **(environment or {})}
     done = subprocess.run(argv, env=own, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"mdi {command} ended with {done.returncode}:\n{done.stderr[-2000:]}")

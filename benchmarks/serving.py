@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from records import add_json_flag, parsed, save, told
+from rings import asked
 from serve_client import HOST, SRC, Answer, answering, complete, complete_cheaply, p95, rss_bytes, serving
 
 
@@ -87,14 +88,12 @@ def texts(args: argparse.Namespace) -> dict[str, Any]:
     body = {"max_tokens": args.tokens, "temperature": 0}
 
     def command() -> float:
-        flags = [f for prompt in prompts for f in ("--prompt", prompt)]
-        run = [sys.executable, str(SRC / "local_ring.py"), "--ckpt", str(args.ckpt), "--nodes", str(args.nodes)]
-        run += [
-            *flags, "--n-samples", str(args.n), "--n-tokens", str(args.tokens), "--temperature", "0", "--prompt-style", "none",
-            "--draft", "none", "--json", *args.flags,
-        ]  # fmt: skip
-        done = json.loads(subprocess.run(run, capture_output=True, check=True).stdout)
-        return float(done["tokens_per_s"])
+        asked_for = [word for prompt in prompts for word in ("--prompt", prompt)]
+        found, _ = asked(
+            "local-ring", "--ckpt", args.ckpt, "--nodes", args.nodes, *asked_for, "--n-samples", args.n, "--n-tokens",
+            args.tokens, "--temperature", 0, "--prompt-style", "none", "--draft", "none", *args.flags,
+        )  # fmt: skip
+        return float(found["tokens_per_s"])
 
     def ask(port: int) -> float:
         begin = time.perf_counter()

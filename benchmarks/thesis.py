@@ -18,18 +18,16 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "old")]
-
-from records import LIMIT_BYTES, RESULTS, Usage, machine, rounded  # noqa: E402
-from thesis_case import Case, reference_ids, run_case, spawn_case  # noqa: E402
-from thesis_numbers import BY_KEY, MODELS, Model  # noqa: E402
+import on_path
+from records import LIMIT_BYTES, RESULTS, Usage, machine, rounded
+from rings import alone
+from thesis_case import Case, reference_ids, run_case
+from thesis_numbers import BY_KEY, MODELS, Model
 
 N_NODES = (1, 2, 3)
 MOST_POINTS = 100  # of a curve, behind its first tokens
@@ -93,7 +91,7 @@ def measure(args: argparse.Namespace, models: list[Model], results: Results) -> 
         try:
             ckpt = checkpoint_of(args, model, results)
             run = measured_run(Case(model.key, str(ckpt), n_nodes, n_tokens, is_loopback=args.loopback))
-        except subprocess.SubprocessError as e:
+        except Exception as e:
             n_failed += 1
             told = f"failed: {str(e)[-60:]}"
         else:
@@ -127,7 +125,7 @@ def same_everywhere(model: Model, ckpt: Path, n_tokens: int, is_loopback: bool) 
     same = {}
     for n_nodes in N_NODES:
         case = Case(model.key, str(ckpt), n_nodes, n_tokens, is_greedy=True, is_loopback=is_loopback)
-        found = spawn_case(case)["ids"]
+        found = alone(run_case, case)["ids"]
         same[str(n_nodes)] = found == [expected]
         print(f"{model.title} on {n_nodes}, {n_tokens} tokens, greedy: "
               f"{'as' if same[str(n_nodes)] else 'NOT as'} the model alone", flush=True)  # fmt: skip
@@ -137,7 +135,7 @@ def same_everywhere(model: Model, ckpt: Path, n_tokens: int, is_loopback: bool) 
 def measured_run(case: Case) -> dict[str, Any]:
     """A run as it is kept: fewer points, the beginning of the first text, and what other programs took meanwhile."""
     begin = Usage.now()
-    run = thinned(spawn_case(case))
+    run = thinned(alone(run_case, case))
     del run["ids"]
     now = time.strftime("%Y-%m-%d %H:%M")
     told = {"date": now, "machine": machine(), "loopback": case.is_loopback, "asked": case.n_tokens}
@@ -161,7 +159,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="only figures and tables, of the results that are there")
     parser.add_argument("--tokens", type=int, metavar="N", help="so many per sample, to try something out")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
-    parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "thesis", metavar="DIR")
+    parser.add_argument("--work-dir", type=Path, default=on_path.ROOT / "build" / "thesis", metavar="DIR")
     parser.add_argument("--untrained", action="store_true", help="random weights for all: rates do not depend on them")
     parser.add_argument("--loopback", action="store_true", help="all nodes on one host, without root")
     parser.add_argument("--within", type=float, default=math.inf, metavar="S", help="begin no run later")
@@ -169,12 +167,8 @@ def main() -> None:
         "--results", type=Path, metavar="FILE", help="(benchmarks/results/thesis.json; --quick: work folder)"
     )
     parser.add_argument("--docs", action=argparse.BooleanOptionalAction, help="write assets/ and docs/seeds.md, or not")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
-    if args.case:
-        json.dump(run_case(Case(**json.loads(args.case))), sys.stdout)
-        return
     keys = args.only.split(",") if args.only else list(BY_KEY)
     if unknown := [key for key in keys if key not in BY_KEY]:
         parser.error(f"no such model: {unknown[0]}; there are {', '.join(BY_KEY)}")
@@ -185,7 +179,7 @@ def main() -> None:
     from thesis_report import write_report
 
     is_for_docs = args.docs if args.docs is not None else not args.quick
-    write_report(results.data, ROOT if is_for_docs else None, args.work_dir)
+    write_report(results.data, on_path.ROOT if is_for_docs else None, args.work_dir)
     sys.exit(1 if n_failed else 0)
 
 

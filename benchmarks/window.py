@@ -8,9 +8,7 @@ with the limit, each with the file out of the system's memory:
 
 1. what the disk gives to one reader, direct, over the same file;
 2. one text, and several at once, with --memory;
-3. a format and kernels with which computing takes longer than reading (int8, plain C++), without and with a window of
-   STEADY_UNITS: whether it ever waits, and what window_steady says of it;
-4. accelerate's disk offload, and transformers alone (with --peer-python, an interpreter that has both) over weights of
+3. accelerate's disk offload, and transformers alone (with --peer-python, an interpreter that has both) over weights of
    the same shape in Hugging Face's form, under the same limit, or the least of LIMITS that they run in.
 
 Nothing is asserted.
@@ -24,21 +22,19 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import on_path
 from memory_group import memory_group
-from on_path import ROOT
 from records import add_json_flag, save
 from rings import after_first, asked
 
-PEER = ROOT / "benchmarks" / "window_peer.py"
+PEER = on_path.ROOT / "benchmarks" / "window_peer.py"
 PROMPT = "The ring is closed link by link."
 LIMITS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # times --memory, for a peer that is killed
 PIECE_BYTES = 8 << 20
 WINDOW_BYTES = 176 << 20  # of two units of the 1.1 B shape in float32
-STEADY_UNITS = 4
 MARGIN_BYTES = 20_000_000  # of the group, for the shell and what is charged to it beside the process
 DEADLINE_S = 900
 # Such as "chrt -f 10 taskset -c 1", on a machine that is not quiet.
@@ -82,8 +78,12 @@ def ours(args: argparse.Namespace, chunk: Path, n_texts: int) -> dict[str, Any]:
     drop([chunk])
     begin = time.perf_counter()
     with memory_group(args.memory) as group:
-        memory = ("--memory", args.memory - MARGIN_BYTES)
-        found, said = sampled(args, "float32", n_texts, *memory, inside=group.command(PREFIX), MDI_CACHE_DIR=args.cache)
+        found, said = asked(
+            "sample", "--ckpt", args.checkpoint, "--quantize", "float32", "--prompt", PROMPT, "--prompt-style", "none",
+            "--n-samples", n_texts, "--n-tokens", args.tokens, "--temperature", 0, "--sequence-length", 64, "--draft", "none",
+            "--threads", args.threads, "--memory", args.memory - MARGIN_BYTES, inside=group.command(PREFIX),
+            environment={"OMP_NUM_THREADS": str(args.threads), "MDI_CACHE_DIR": args.cache},
+        )  # fmt: skip
         peak = group.peak_bytes()
     node, (first_s, tokens_s) = found["nodes"][0], after_first(found)
     return {
@@ -94,46 +94,6 @@ def ours(args: argparse.Namespace, chunk: Path, n_texts: int) -> dict[str, Any]:
         "group_peak_bytes": peak, "wall_s": time.perf_counter() - begin,
         "said": [line for line in said.splitlines() if "weights in memory" in line],
         "token_ids": found["samples"][0]["token_ids"],
-    }  # fmt: skip
-
-
-def sampled(
-    args: argparse.Namespace, form: str, n_texts: int, *more: object, inside: Sequence[str], **environment: str
-) -> tuple[dict[str, Any], str]:
-    """Texts of the checkpoint, with its weights in a format."""
-    return asked(
-        "sample", "--ckpt", args.checkpoint, "--quantize", form, "--prompt", PROMPT, "--prompt-style", "none", "--n-samples",
-        n_texts, "--n-tokens", args.tokens, "--temperature", 0, "--sequence-length", 64, "--draft", "none", "--threads",
-        args.threads, *more, inside=inside, environment={"OMP_NUM_THREADS": str(args.threads), **environment},
-    )  # fmt: skip
-
-
-def steady(args: argparse.Namespace, disk: float) -> dict[str, Any]:
-    """Whether computing waits where it takes longer than reading, and what was said beforehand."""
-    from mdi.checkpoint.shapes import read_config
-    from mdi.placement.windows import matrices_of
-    from mdi.stages.window_budget import plan_window
-    from mdi.stages.window_files import block_units
-    from window_steady import UnitTimes, simulate
-
-    drop([args.checkpoint / "chunks" / "1nodes-int8" / "model_starter.safetensors"])
-    whole, windowed = (
-        sampled(args, "int8", args.texts, *flags, inside=PREFIX, MDI_KERNELS="plain")[0]
-        for flags in ((), ("--window", STEADY_UNITS))
-    )
-    config = read_config(args.checkpoint / "model_config.yaml")
-    parts, head = matrices_of(config, "int8", 0, config.n_layer, is_starter=True)
-    plan = plan_window(block_units(parts), head, STEADY_UNITS, None)
-    compute_s = 1 / whole["samples"][0]["tokens_per_s"]  # of a frame with a row of each text
-    total = sum(unit.n_bytes for unit in plan.units)
-    times = [UnitTimes(unit.n_bytes / disk, compute_s * unit.n_bytes / total) for unit in plan.units]
-    said = simulate(times, STEADY_UNITS)
-    node = windowed["nodes"][0]
-    return {
-        "frame_s_whole": compute_s, "frame_s_windowed": 1 / windowed["samples"][0]["tokens_per_s"],
-        "said_wait_share": said.wait_share, "said_frame_s": said.pass_s,
-        "disk_wait_share": node["disk_wait_s"] / node["compute_s"], "weights_read_bytes": node["weights_read_bytes"],
-        "same_ids": [s["token_ids"] for s in whole["samples"]] == [s["token_ids"] for s in windowed["samples"]],
     }  # fmt: skip
 
 
@@ -183,8 +143,6 @@ def main() -> None:
             result[f"texts_{n_texts}"] = found
             print(json.dumps(found), flush=True)
         result["gain_of_several"] = result[f"texts_{args.texts}"]["tokens_per_s"] / result["texts_1"]["tokens_per_s"]
-        result["steady"] = steady(args, max(result["disk_bytes_s_1"]))
-        print(json.dumps(result["steady"]), flush=True)
         if args.peer_python:
             for which in ("accelerate", "transformers"):
                 result[which] = peer(args, which, args.peer_folder)

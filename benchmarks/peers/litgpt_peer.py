@@ -35,17 +35,18 @@ class LitgptPeer:
 
         if case.n_sequences != 1:
             raise ValueError("litgpt generates one sequence at a time")
-        times_s = []
+        times_s, found = [], []
         with torch.inference_mode():
             self._model.set_kv_cache(1, max_seq_length=case.n_positions, dtype=self._dtype)
             begin = time.perf_counter()
             ids = torch.tensor(case.prompt(0))
-            for _ in generate_fn(
+            for token in generate_fn(
                 self._model, ids, case.n_positions, temperature=0.0, top_k=1, top_p=0.0,
                 include_prompt=False, include_eos=False,
             ):  # fmt: skip
                 times_s.append(time.perf_counter() - begin)
-        return {"times_s": [times_s]}
+                found.append(int(token))
+        return {"times_s": [times_s], "ids": [found]}
 
     def end(self) -> dict[str, Any]:
         return {}
