@@ -10,7 +10,7 @@ of llama.cpp's RPC: its nodes compute one after the other, with all texts in one
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from litgpt.config import Config
 
@@ -21,38 +21,29 @@ from mdi.placement.model import ModelShape, Workload, model_shape
 from mdi.placement.plan import PlanReport, plan
 from mdi.placement.profile import ClusterProfile, boards
 from mdi.spec.limits import REPLAY_BYTES
-from real_models import GB, rate, write
+from real_models import GB, Machines, rate, write
 from side_by_side.tables import markdown
 
 LENGTH = 1024  # positions of a text
 
 
-@dataclass(frozen=True)
-class Box:
-    """Args: free_bytes: what the system leaves of the memory; read_bytes_s: of its memory, with all cores."""
-
-    name: str
-    free_bytes: int
-    read_bytes_s: float
-
-
-BOARD_4, BOARD_8 = Box("4 GB board, 5 GB/s", 32 * GB // 10, 5e9), Box("8 GB board, 10 GB/s", 7 * GB, 10e9)
-PC_16, PC_32 = Box("16 GB PC, 20 GB/s", 14 * GB, 20e9), Box("32 GB PC, 40 GB/s", 29 * GB, 40e9)
+BOARD_4, BOARD_8 = ("4 GB board, 5 GB/s", 3, 32 * GB // 10, 5e9), ("8 GB board, 10 GB/s", 3, 7 * GB, 10e9)
+PC_16, PC_32 = ("16 GB PC, 20 GB/s", 3, 14 * GB, 20e9), ("32 GB PC, 40 GB/s", 3, 29 * GB, 40e9)
 CASES = (
-    ("TinyLlama 1.1B", "tiny-llama-1.1b", "int8", 3, BOARD_4),
-    ("Qwen 2.5 3B", "Qwen2.5-3B", "int4", 3, BOARD_4),
-    ("Llama 3.1 8B", "Llama-3.1-8B", "int4", 3, BOARD_8),
-    ("Qwen 2.5 32B", "Qwen2.5-32B", "int4", 3, PC_16),
-    ("Llama 3.1 70B", "Llama-3.1-70B", "int4", 3, PC_32),
+    ("TinyLlama 1.1B", "tiny-llama-1.1b", "int8", Machines(*BOARD_4)),
+    ("Qwen 2.5 3B", "Qwen2.5-3B", "int4", Machines(*BOARD_4)),
+    ("Llama 3.1 8B", "Llama-3.1-8B", "int4", Machines(*BOARD_8)),
+    ("Qwen 2.5 32B", "Qwen2.5-32B", "int4", Machines(*PC_16)),
+    ("Llama 3.1 70B", "Llama-3.1-70B", "int4", Machines(*PC_32)),
 )
 
 
-def cluster(n_nodes: int, box: Box) -> ClusterProfile:
+def cluster(box: Machines) -> ClusterProfile:
     """Machines of one kind, joined as `mdi plan --example` joins its boards: 0.4 ms, 110 MB/s."""
     example = boards()
     nodes = tuple(
         replace(example.nodes[0], name=f"n{i}", memory_bytes=box.free_bytes, read_bytes_s=box.read_bytes_s)
-        for i in range(n_nodes)
+        for i in range(box.n)
     )
     names = [node.name for node in nodes]
     links = tuple(replace(example.links[0], source=a, target=b) for a in names for b in names if a != b)
@@ -73,8 +64,8 @@ def one_after_the_other(profile: ClusterProfile, ring: PlanReport, shape: ModelS
     return n_texts / sum(node.stage_s + node.link_s for node in found.nodes)
 
 
-def row(model: str, name: str, weights: str, n_nodes: int, box: Box) -> list[str]:
-    profile, work = cluster(n_nodes, box), workload(16)
+def row(model: str, name: str, weights: str, box: Machines) -> list[str]:
+    profile, work = cluster(box), workload(16)
     shape = model_shape(ModelConfig.from_litgpt(Config.from_name(name)), weights, "fp16")
     ring = plan(profile, shape, work)
     try:
@@ -84,7 +75,7 @@ def row(model: str, name: str, weights: str, n_nodes: int, box: Box) -> list[str
     memory = max(node.memory.total for node in ring.nodes)
     one, many = (told(one_after_the_other(profile, ring, shape, n)) for n in (1, 16))
     return [
-        f"{model}, {weights}", f"{n_nodes} x {box.name}", f"{memory / GB:.1f} GB predicted", told(ring.tokens_s_one),
+        f"{model}, {weights}", f"{box.n} x {box.name}", f"{memory / GB:.1f} GB predicted", told(ring.tokens_s_one),
         told(ring.tokens_s), alone, f"{one}; {many}",
     ]  # fmt: skip
 

@@ -71,7 +71,6 @@ def main() -> int:
     parser.add_argument("--draft", choices=("none", "auto", "model"), default="none",
                         help="guess tokens, whatever that costs; model: by a copy of the model (%(default)s)")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tally there")
-    parser.add_argument("-v", "--verb", action="store_true", help="say what each run did")
     args = parser.parse_args()
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="mdi-chaos-") as folder:
@@ -162,13 +161,8 @@ def one_run(
     saboteur.join()
     what = complaint(found[0], expected, False, saboteur.done)
     judge(what, found[0], saboteur, tally)
-    if args.verb or what:
-        told = ", ".join(map(str, saboteur.done))
-        seconds = time.monotonic() - begin
-        print(
-            f"run {tally.counts['runs']} ({n_nodes} nodes, {form}, {seconds:.1f} s): {told}: {what or 'as it must be'}",
-            flush=True,
-        )
+    done, seconds = ", ".join(map(str, saboteur.done)), time.monotonic() - begin
+    print(f"{n_nodes} nodes, {form}, {seconds:.1f} s: {done}: {what or 'as it must be'}", flush=True)
     ring.let_go_on()
     with contextlib.suppress(AssertionError):
         ring.wait_waiting(HANG_S)

@@ -279,6 +279,32 @@ def swarm_day() -> Any:
     return figure
 
 
+# Kept prefixes
+
+
+def kept_prefixes() -> Any:
+    """Time to the first token over the turns of conversations."""
+    found = load("kept_prefixes")
+    figure, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    lines = [
+        ("turns", "anew_s", FAINT, "computed anew"),
+        ("llama.cpp", "kept_s", SAMPLES[0], "llama.cpp"),
+        ("messages", "kept_s", SAMPLES[2], "--keep-prefixes, Messages"),
+        ("turns", "kept_s", SAMPLES[1], "--keep-prefixes, chat"),
+    ]
+    for name, key, color, label in (line for line in lines if line[0] in found):
+        rows = found[name]["turns"]
+        seconds, numbers = [row[key] for row in rows], [row["turn"] for row in rows]
+        ax.plot(numbers, seconds, color=color, marker="o", markersize=3.5, lw=1.5, label=label)
+    restart_at = found["turns"]["restart_at"]
+    ax.axvline(restart_at - 0.5, color=INK, ls="--", lw=0.8)
+    ax.text(restart_at - 0.4, ax.get_ylim()[1], "server begun anew", va="top", fontsize=9)
+    ax.set(xlabel="turn of a conversation", ylabel="seconds to the first token", ylim=(0, None), xticks=numbers)
+    plain(ax)
+    ax.legend(frameon=False, fontsize=9, loc="upper left")
+    return figure
+
+
 # Papers' tables
 
 TOKENS = {128: "128", 1024: "1,020"}  # of our runs beside these
@@ -360,6 +386,7 @@ FIGURES = {
     "recurrent-pipelining-out-q": queues,
     "tensor-sums": sums_by_delay,
     "swarm-day": swarm_day,
+    "kept-prefixes": kept_prefixes,
     "beside-papers": beside_papers,
 }
 

@@ -47,7 +47,7 @@ def passes(args: argparse.Namespace) -> list[dict[str, Any]]:
                 one_pass(run, frozen, method, 1, min(args.rows), 2, 1)  # weights and threads are there from now on
                 for n_texts in args.texts:
                     for n_rows in [0] if method == LORA else args.rows:
-                        line = one_pass(run, frozen, method, n_texts, n_rows, args.tokens, args.parts or n_nodes)
+                        line = one_pass(run, frozen, method, n_texts, n_rows, args.tokens, n_nodes)
                         line = {"nodes": n_nodes, "method": method, "texts": n_texts, "rows": n_rows, **line}
                         print(json.dumps(rounded(line)), flush=True)
                         found.append(line)
@@ -119,7 +119,6 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, action="append", help="of prompts and prefixes; may be repeated (16 and 4)")
     methods = ("prompt", "deep-prompt", "prefix", "lora")
     parser.add_argument("--method", action="append", choices=methods, help="may be repeated (prompt and deep-prompt)")
-    parser.add_argument("--parts", type=int, default=0, help="of the texts under way at the same time (default: nodes)")
     add_json_flag(parser, "finetune_speed")
     args = parser.parse_args(given)
     args.nodes, args.texts, args.rows = args.nodes or [3], args.texts or [8, 32], args.rows or [16, 4]

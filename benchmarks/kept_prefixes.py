@@ -4,7 +4,7 @@
     benchmarks/kept_prefixes.py restart [--shape tiny-llama-1.1b-deep] [--format int8] [--tokens 8000] [--rounds 5]
     benchmarks/kept_prefixes.py restart --shape qwen-3.5-small --tokens 30000 --more 200 --name delta
     benchmarks/kept_prefixes.py new --shape nano-llama-304m --tokens 1000 --rounds 2
-    benchmarks/kept_prefixes.py turns --ckpt FILE [--api messages] [--turns 20] [--restart-at 11] [--plot FILE]
+    benchmarks/kept_prefixes.py turns --ckpt FILE [--api messages] [--turns 20] [--restart-at 11]
     benchmarks/kept_prefixes.py turns --ckpt FILE --name llama.cpp --peer PYTHON
 
 restart   a server with two nodes of this machine computes a prompt, then one with the same beginning and --more other tokens
@@ -12,7 +12,7 @@ restart   a server with two nodes of this machine computes a prompt, then one wi
 new       texts that never come back, for servers that keep prefixes and for others in turns.
 turns     a conversation whose server is begun anew before one of its turns; and the same turns behind a system message that is
           another one each time, so that nothing of them was computed before. With --peer, llama.cpp's server (xllamacpp) in a
-          Python that has it. The figure shows all conversations in the file.
+          Python that has it. draw_figures.py shows all conversations in the file.
 """
 
 from __future__ import annotations
@@ -184,34 +184,6 @@ def turns(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"restart_at": args.restart_at, "turns": rows}
 
 
-def draw(found: dict[str, Any], file: Path) -> None:
-    """Time to the first token over turns."""
-    import matplotlib
-
-    from draw_figures import FAINT, INK, SAMPLES, plain, plt
-
-    matplotlib.rcParams.update({"svg.hashsalt": "mdi", "font.family": "DejaVu Sans", "text.color": INK})
-    figure, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
-    lines = [
-        ("turns", "anew_s", FAINT, "computed anew"),
-        ("llama.cpp", "kept_s", SAMPLES[0], "llama.cpp"),
-        ("messages", "kept_s", SAMPLES[2], "--keep-prefixes, Messages"),
-        ("turns", "kept_s", SAMPLES[1], "--keep-prefixes, chat"),
-    ]
-    for name, key, color, label in (line for line in lines if line[0] in found):
-        rows = found[name]["turns"]
-        seconds, numbers = [row[key] for row in rows], [row["turn"] for row in rows]
-        ax.plot(numbers, seconds, color=color, marker="o", markersize=3.5, lw=1.5, label=label)
-    found = found["turns"]
-    ax.axvline(found["restart_at"] - 0.5, color=INK, ls="--", lw=0.8)
-    ax.text(found["restart_at"] - 0.4, ax.get_ylim()[1], "server begun anew", va="top", fontsize=9)
-    ax.set(xlabel="turn of a conversation", ylabel="seconds to the first token", ylim=(0, None), xticks=numbers)
-    plain(ax)
-    ax.legend(frameon=False, fontsize=9, loc="upper left")
-    figure.savefig(file, facecolor="white", dpi=110)
-    plt.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("restart", "new", "turns"))
@@ -230,7 +202,6 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20, metavar="N")
     parser.add_argument("--answer", type=int, default=48, metavar="N", help="most tokens of an answer (%(default)s)")
     parser.add_argument("--restart-at", type=int, default=11, metavar="TURN")
-    parser.add_argument("--plot", type=Path, metavar="FILE")
     add_json_flag(parser, "kept_prefixes")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -243,8 +214,6 @@ def main() -> None:
     own = args.name or ("messages" if args.api == "messages" else args.what)
     known = {**{key: value for key, value in before.items() if isinstance(value, dict)}, own: found}
     save(args.json, known)
-    if args.plot is not None:
-        draw(known, args.plot)
 
 
 if __name__ == "__main__":

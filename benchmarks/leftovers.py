@@ -20,9 +20,6 @@ from mdi.placement.placement import Placement, check_fits, describe
 
 Matrix = tuple[tuple[float, ...], ...]
 
-# Consistency index of random judgements for 1, 2, 3 ... criteria (Saaty 1980).
-RANDOM_INDEX = (0.0, 0.0, 0.58, 0.90, 1.12, 1.24, 1.32, 1.41, 1.45)
-
 
 def comparison_matrix(criteria: Sequence[str], preferences: Mapping[tuple[str, str], float]) -> Matrix:
     """The matrix of how much each criterion matters against each other one.
@@ -43,16 +40,6 @@ def weights(matrix: Matrix) -> tuple[float, ...]:
     """Weight of each criterion; they sum up to one."""
     columns = [sum(column) for column in zip(*matrix, strict=True)]
     return tuple(sum(v / total for v, total in zip(row, columns, strict=True)) / len(matrix) for row in matrix)
-
-
-def consistency_ratio(matrix: Matrix) -> float:
-    """How much the judgements contradict each other: 0 not at all; above 0.1 they should be revised (Saaty 1980)."""
-    n = len(matrix)
-    if n < 3:
-        return 0.0  # two judgements cannot contradict each other
-    w = weights(matrix)
-    largest = sum(sum(v * x for v, x in zip(row, w, strict=True)) / own for row, own in zip(matrix, w, strict=True)) / n
-    return max(0.0, (largest - n) / (n - 1) / RANDOM_INDEX[n - 1])
 
 
 CRITERIA = ("memory", "cores")

@@ -25,6 +25,7 @@ from mdi.kernels.weight_formats import weight_format
 from real.published import MODELS, TEXT, path_of
 from records import add_json_flag, save, told
 from rings import asked
+from side_by_side.tables import markdown
 
 FORMATS = ("own", "float32", "bf16", "int8", "q6_k", "q4_k", "int4")
 N_TOKENS, N_CHARACTERS, WINDOW = 64, 16_000, 512
@@ -75,14 +76,11 @@ def main() -> None:
             }  # fmt: skip
             rows.append(row)
             print(f"{name} {form}: {row['perplexity']:.3f}", file=sys.stderr)
-    print(
-        "| model | format | bits a weight | memory, MB | one text, tokens/s | perplexity |\n|---|---|---|---|---|---|"
-    )
-    for row in rows:
-        numbers = (
-            f"{row['bits']:.1f} | {row['memory_bytes'] / 1e6:.0f} | {row['tokens_per_s']:.1f} | {row['perplexity']:.2f}"
-        )
-        print(f"| {row['model']} | {row['format']} | {numbers} |")
+    shown = [
+        [row["model"], row["format"], f"{row['bits']:.1f}", f"{row['memory_bytes'] / 1e6:.0f}", f"{row['tokens_per_s']:.1f}",
+         f"{row['perplexity']:.2f}"] for row in rows
+    ]  # fmt: skip
+    print(markdown(["model", "format", "bits a weight", "memory, MB", "one text, tokens/s", "perplexity"], shown))
     save(args.json, {"rows": rows, "arguments": told(args, "json")})
 
 

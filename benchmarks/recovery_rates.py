@@ -259,13 +259,10 @@ def main() -> None:
     rows, without_s = measure(args, rates)
     lines = summary(rows, without_s, rates, args.tokens)
     for line in lines:
-        left = "not measured" if line["left"] is None else f"{line['left']:.3f}"
-        cost = "" if line["s_per_failure"] is None else f", {1e3 * line['s_per_failure']:.1f} ms per failure"
-        print(f"{line['way']:9} p {line['rate']:<7g} {line['texts']:3} texts, {line['failures']:3} failures: {left}, "
-              f"computed {line['computed']:.3g}{cost}")  # fmt: skip
+        print(line)
     plain = [row.seconds / args.tokens for row in rows if not row.rate]
-    print(f"without failures: {1e3 * statistics.median(plain):.2f} ms per token; all texts the same: "
-          f"{all(row.is_same for row in rows)}")  # fmt: skip
+    is_same = all(row.is_same for row in rows)
+    print(f"without failures: {1e3 * statistics.median(plain):.2f} ms per token; all texts the same: {is_same}")
     settings = {"model": args.ckpt.name, "tokens": args.tokens, "seed": args.seed}
     save(args.json, {**settings, "no_cache_s": without_s, "lines": lines, "texts": [asdict(row) for row in rows]})
 

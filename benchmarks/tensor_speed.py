@@ -143,7 +143,7 @@ class Node:
         is_busy = args.quota is None and n + (hosts is not None) <= args.cores
         self.mesh: Mesh = connected(rank, meeting, is_busy, way.is_sealed)
         self.speed = agree_on_speed(self.mesh)
-        self.group = AllReduce(self.mesh, args.reduce, Numbers(args.reduce_dtype))
+        self.group = AllReduce(self.mesh, "auto", Numbers("float32"))
         place.join("all nodes", self.group)
         self.stage.prepare(args.prompt + args.tokens + 1, 1 << 30)
         self.first = self.stage.ends
@@ -325,8 +325,6 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--nodes", type=int, nargs="+", help="(1 2); the first is what the others are compared with")
     parser.add_argument("--head", choices=("starter", "shared"), default="starter")
-    parser.add_argument("--reduce", default="auto")
-    parser.add_argument("--reduce-dtype", default="float32")
     parser.add_argument("--key", action="store_true", help="measure sums with a cluster key, too")
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=16)

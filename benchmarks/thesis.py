@@ -44,20 +44,13 @@ class Results:
         if path.is_file():
             self.data = json.loads(path.read_text(encoding="utf-8"))
 
-    @property
-    def runs(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.data["runs"]
-        return found
+        self.runs: dict[str, Any] = self.data["runs"]
 
     def add(self, name: str, run: dict[str, Any]) -> None:
         self.runs[name] = run
-        self._write()
+        self.write()
 
-    def set_training(self, found: dict[str, Any]) -> None:
-        self.data["training"] = found
-        self._write()
-
-    def _write(self) -> None:
+    def write(self) -> None:
         from mdi.files import replacing
 
         for key in ("date", "machine") if self.runs else ():  # of the last run
@@ -115,7 +108,8 @@ def checkpoint_of(args: argparse.Namespace, model: Model, results: Results) -> P
     ckpt = trained_checkpoint(args.work_dir, n_steps)
     if results.data.get("training", {}).get("steps") != n_steps or "same" not in results.data["training"]:
         same = same_everywhere(model, ckpt, 40 if args.quick else GREEDY_TOKENS, args.loopback)
-        results.set_training({**training_result(ckpt), **same})
+        results.data["training"] = {**training_result(ckpt), **same}
+        results.write()
     return ckpt
 
 

@@ -8,8 +8,8 @@ with the limit, each with the file out of the system's memory:
 
 1. what the disk gives to one reader, direct, over the same file;
 2. one text, and several at once, with --memory;
-3. accelerate's disk offload, and transformers alone (with --peer-python, an interpreter that has both) over weights of
-   the same shape in Hugging Face's form, under the same limit, or the least of LIMITS that they run in.
+3. accelerate's disk offload (with --peer-python, an interpreter that has it and transformers) over weights of the same shape
+   in Hugging Face's form, under the same limit, or the least of LIMITS that they run in.
 
 Nothing is asserted.
 """
@@ -97,8 +97,8 @@ def ours(args: argparse.Namespace, chunk: Path, n_texts: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def peer(args: argparse.Namespace, which: str, folder: Path) -> dict[str, Any]:
-    """accelerate or transformers, under the same limit or the least that it runs in."""
+def peer(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """accelerate, under the same limit or the least that it runs in."""
     env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     tried = []
     for factor in LIMITS:
@@ -107,7 +107,7 @@ def peer(args: argparse.Namespace, which: str, folder: Path) -> dict[str, Any]:
         drop(files)
         disk = [disk_bytes_s(max(files, key=lambda f: f.stat().st_size), is_direct, 1.0) for is_direct in (True, False)]
         drop(files)
-        words = (which, folder, limit, args.tokens, args.threads)
+        words = (folder, limit, args.tokens, args.threads)
         with memory_group(limit) as group:
             command = group.command([*PREFIX, args.peer_python, str(PEER), *map(str, words)])
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
@@ -144,9 +144,8 @@ def main() -> None:
             print(json.dumps(found), flush=True)
         result["gain_of_several"] = result[f"texts_{args.texts}"]["tokens_per_s"] / result["texts_1"]["tokens_per_s"]
         if args.peer_python:
-            for which in ("accelerate", "transformers"):
-                result[which] = peer(args, which, args.peer_folder)
-                print(json.dumps(result[which]), flush=True)
+            result["accelerate"] = peer(args, args.peer_folder)
+            print(json.dumps(result["accelerate"]), flush=True)
     save(args.json, result)
 
 

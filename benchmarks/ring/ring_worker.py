@@ -109,20 +109,15 @@ class RingSystem:
         node, self._node = self._node, None
         try:
             if node is not None:
-                found["secondaries"] = [_memory(pid) for pid in self._ring.pids]
+                found["secondaries"] = [
+                    {"resident_bytes": psutil.Process(pid).memory_info().rss} for pid in self._ring.pids
+                ]
                 node.close()
                 found["nodes"] = [one.to_json() for one in node.metrics().nodes]
                 node.close()
         finally:
             self._ring.__exit__(None, None, None)
         return found
-
-
-def _memory(pid: int) -> dict[str, Any]:
-    """What a process holds now, pages of mapped files included."""
-    maps = Path(f"/proc/{pid}/maps")
-    has_torch = maps.is_file() and "libtorch" in maps.read_text()
-    return {"resident_bytes": psutil.Process(pid).memory_info().rss, "has_torch": has_torch}
 
 
 def parse(flags: list[str]) -> Options:

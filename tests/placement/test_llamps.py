@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from clusters import block, cluster, model, node
-from leftovers import by_score, comparison_matrix, consistency_ratio, gma_scores, opa_scores, opa_weights, weights
+from leftovers import by_score, comparison_matrix, gma_scores, opa_scores, opa_weights, weights
 from llamps import FITS, MISSED, STEPS, TABLE, Fit, Row
 from mdi.errors import PlacementError
 from mdi.placement.cost import CostModel
@@ -70,15 +70,11 @@ def test_weights_of_two_criteria() -> None:
 def test_consistent_judgements_give_their_own_weights() -> None:
     matrix = comparison_matrix("abc", {("a", "b"): 2, ("b", "c"): 3, ("a", "c"): 6})
     assert weights(matrix) == pytest.approx((0.6, 0.3, 0.1))
-    assert consistency_ratio(matrix) == pytest.approx(0, abs=1e-9)
 
 
-def test_contradictions_are_seen() -> None:
-    # a over b over c over a, each clearly: no weights can mean that
+def test_judgements_that_go_round_weigh_alike() -> None:
     matrix = comparison_matrix("abc", {("a", "b"): 5, ("b", "c"): 5, ("c", "a"): 5})
     assert weights(matrix) == pytest.approx((1 / 3,) * 3)
-    # largest eigenvalue of this circulant: 1 + 5 + 1/5
-    assert consistency_ratio(matrix) == pytest.approx((6.2 - 3) / 2 / 0.58)
 
 
 ROWS = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.label)
