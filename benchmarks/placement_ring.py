@@ -13,6 +13,7 @@ sample's first token on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import statistics
@@ -119,7 +120,7 @@ class Cluster:
 
     def close(self) -> None:
         self._quotas.close()
-        if self._process.is_alive():
+        with contextlib.suppress(OSError):  # it may have ended by itself
             self._asked.send("end")
         self._process.join(30)
         self._process.kill()

@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
-from networks import network
 
 import on_path
 from mdi.checkpoint.gguftokenizer import tokenizer_fields
@@ -162,6 +161,8 @@ def ask(machine: Machine, prompt: str, n_tokens: int) -> dict[str, Any]:
 
 
 def path_of_a_user(folder: Path, model: Path, memory: int, n_tokens: int) -> None:
+    from networks import network
+
     key, nodes = folder / "cluster.key", folder / "nodes.json"
     with ExitStack() as stack:
         hosts = stack.enter_context(network(2))

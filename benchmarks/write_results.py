@@ -299,7 +299,7 @@ def serving() -> str:
     return measured(result, markdown(["command", "what", "measured"], rows))
 
 
-def finetune_speed() -> str:
+def finetuning_beside_petals() -> str:
     """The paper's table 6 and ours: forward and backward, each with its share of the first of the paper's column or ours."""
     result = load("finetune_speed")
     own = {
@@ -419,10 +419,11 @@ def placement_clients() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     **{make.__name__.replace("_", "-"): make for make in (
-        round_trip, wire_bytes, family_blocks, serving, quality, recovery_rates, petals, petals_bits, finetune_speed,
-        speculation, swarm, compression, nf4, placement_clients, tensor_speed, tensor_links, tensor_laptops, tensor_sums,
+        round_trip, wire_bytes, family_blocks, serving, quality, recovery_rates, petals, petals_bits, speculation,
+        swarm, compression, nf4, placement_clients, tensor_speed, tensor_links, tensor_laptops, tensor_sums,
         window_memory, three_machines,
     )},
+    "finetune-speed": finetuning_beside_petals,
     "speculation-sources": lambda: guesses("speculation_sources"),
     "speculation-never": lambda: guesses("speculation_never"),
 }  # fmt: skip
