@@ -5,7 +5,6 @@
     compare.py --all --minutes 25                           what matters most first, until the time is up
     compare.py --scenario sixteen                           one thread per process, pinned; TinyLlama's shape
     compare.py --all --shape small-30m --quick              does it work?
-    compare.py --grid --nodes 1,2 --sequences 1,16 --formats bf16,int8 --prompts 16,256
     compare.py --scenario sets-one --llama-libs avx2=DIR,avx512=DIR    instruction sets, each beside a llama.cpp built for it
     compare.py --check-gguf                                 does llama.cpp compute the same model?
 
@@ -29,22 +28,20 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import on_path
+from random_checkpoint import PACKED_ONLY, SHAPES
+from records import RESULTS, Usage, disturbed, save
+from side_by_side.figure import draw
+from side_by_side.files import make_all
+from side_by_side.measures import medians
+from side_by_side.runner import run_scenario, say
+from side_by_side.scenario import Outcome, Scenario
+from side_by_side.scenarios import PER_SET, SCENARIOS
+from side_by_side.setup import Setup
+from side_by_side.tables import PROCESSORS, all_medians, fill, overview, scenario_table, sets_table
 
-from random_checkpoint import PACKED_ONLY, SHAPES  # noqa: E402
-from records import RESULTS, Usage, disturbed, save  # noqa: E402
-from side_by_side.figure import draw  # noqa: E402
-from side_by_side.files import make_all  # noqa: E402
-from side_by_side.measures import medians  # noqa: E402
-from side_by_side.runner import run_scenario, say  # noqa: E402
-from side_by_side.scenario import Outcome, Scenario  # noqa: E402
-from side_by_side.scenarios import PER_SET, SCENARIOS, grid  # noqa: E402
-from side_by_side.setup import FORMATS, Setup  # noqa: E402
-from side_by_side.tables import PROCESSORS, all_medians, fill, overview, scenario_table, sets_table  # noqa: E402
-
-DOCUMENT = ROOT / "benchmarks" / "RESULTS.md"
-FIGURE = ROOT / "assets" / "speed.svg"
+DOCUMENT = on_path.ROOT / "benchmarks" / "RESULTS.md"
+FIGURE = on_path.ROOT / "assets" / "speed.svg"
 
 
 def run_one(scenario: Scenario, args: argparse.Namespace, setup: Setup, budget_s: float) -> None:
@@ -100,8 +97,7 @@ def run_all(names: list[str], args: argparse.Namespace, setup: Setup) -> int:
             continue
         try:
             setup.needs.clear()
-            for scenario in [SCENARIOS[name](setup)] if name != "grid" else grids(args, setup):
-                run_one(scenario, args, setup, min(args.budget, max(0.0, end - time.monotonic())))
+            run_one(SCENARIOS[name](setup), args, setup, min(args.budget, max(0.0, end - time.monotonic())))
         except Exception:
             n_failed += 1
             say(f"{name} FAILED:\n{traceback.format_exc()}")
@@ -113,10 +109,6 @@ def prepare(names: list[str], args: argparse.Namespace, setup: Setup) -> int:
     for name in names:
         SCENARIOS[name](setup)
     return make_all(setup.needs, args.peers_python)
-
-
-def grids(args: argparse.Namespace, setup: Setup) -> list[Scenario]:
-    return [grid(setup, args.nodes, args.sequences, fmt, args.prompts, args.new_tokens) for fmt in args.formats]
 
 
 def write_documents(args: argparse.Namespace) -> None:
@@ -153,13 +145,6 @@ def conditions(results: list[dict[str, Any]]) -> str:
     return "Measured on: " + "; ".join(found) + "."
 
 
-def check_gguf(args: argparse.Namespace, setup: Setup) -> int:
-    """Greedy tokens of llama.cpp, litgpt's model and the ring, all in float32, on the same weights."""
-    from peers.check_gguf import check
-
-    return check(setup, args.peers_python)
-
-
 def folders(text: str) -> dict[str, Path]:
     """NAME=FOLDER,NAME=FOLDER; the names are instruction sets."""
     found = {}
@@ -181,7 +166,6 @@ def parse() -> argparse.Namespace:
     what.add_argument("--scenario", choices=SCENARIOS, action="append", help="may be repeated")
     what.add_argument("--all", action="store_true", help="all scenarios, unattended")
     what.add_argument("--prepare", action="store_true", help="only make the files that all scenarios need")
-    what.add_argument("--grid", action="store_true", help="nodes x sequences x formats x prompts")
     what.add_argument("--check-gguf", action="store_true", help="compare greedy tokens in float32")
     what.add_argument("--write-docs", action="store_true", help="only bring the results into RESULTS.md and assets/")
     shapes = [shape for shape in SHAPES if shape not in PACKED_ONLY]
@@ -200,19 +184,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=600, help="seconds per scenario after which no round is begun "
                         "(%(default)s)")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one round of few tokens")
-    parser.add_argument("--nodes", type=numbers, default=[1, 2], help="for --grid")
-    parser.add_argument("--sequences", type=numbers, default=[1, 8], help="for --grid")
-    parser.add_argument("--formats", type=lambda t: t.split(","), default=["bf16", "int8"],
-                        help=f"for --grid, of {', '.join(FORMATS)}")  # fmt: skip
-    parser.add_argument("--prompts", type=numbers, default=[16], help="for --grid: lengths in tokens")
-    parser.add_argument("--new-tokens", type=int, default=32, help="for --grid")
     args = parser.parse_args()
     if args.quick:
         args.repeats = args.repeats or 1
     if not args.llama_libs and (without := [name for name in args.scenario or () if name in PER_SET]):
         parser.error(f"{without[0]} needs --llama-libs")
-    if unknown := [fmt for fmt in args.formats if fmt not in FORMATS]:
-        parser.error(f"unknown format {unknown[0]!r}: expected {', '.join(FORMATS)}")
     return args
 
 
@@ -226,12 +202,13 @@ def main() -> int:
     cores = tuple(args.cores or available[:2])
     setup = Setup(args.shape, work, cores, brevity=4 if args.quick else 1, llama_libs=args.llama_libs)
     if args.check_gguf:
-        return check_gguf(args, setup)
+        from peers.check_gguf import check
+
+        return check(setup, args.peers_python)
     if args.prepare:
         return 1 if prepare(list(SCENARIOS), args, setup) else 0
     every = [name for name in SCENARIOS if args.llama_libs or name not in PER_SET]
-    names = every if args.all else ["grid"] if args.grid else args.scenario
-    n_failed = run_all(names, args, setup)
+    n_failed = run_all(every if args.all else args.scenario, args, setup)
     if args.all and not args.quick:
         write_documents(args)
     return 1 if n_failed else 0

@@ -11,21 +11,19 @@ benchmarks/results; values of papers' tables are points beside our lines.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
-import on_path  # noqa: F401
+import on_path
 from mdi.model.plain import spec_of
+from write_results import PETALS_TABLE_1, RATES, load
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
-
-ROOT = Path(__file__).resolve().parents[1]
 
 INK, FAINT, WIRE, CONTROL = "#222222", "#8a8a8a", "#1f5fa8", "#c2570c"
 STARTER, SECONDARY, QUEUE, STAGE = "#fdf0dd", "#e4eefa", "#ffffff", "#d9ead3"
@@ -62,6 +60,12 @@ def path(ax: Any, points: list[tuple[float, float]], color: str, **style: Any) -
     for a, b in zip(points, points[1:-1], strict=False):
         ax.plot(*zip(a, b, strict=True), color=color, lw=1.6, solid_capstyle="round", **style)
     arrow(ax, points[-2], points[-1], color, **style)
+
+
+def plain(ax: Any) -> None:
+    """The look of measured curves."""
+    ax.grid(which="major", color="#dddddd", lw=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
 
 
 # Architecture
@@ -241,7 +245,7 @@ def queues() -> Any:
 
 def sums_by_delay() -> Any:
     """A line for each way to sum, an axis for each number of nodes."""
-    measured = _result("tensor_sums")["sums"]
+    measured = load("tensor_sums")["sums"]
     counts = sorted({one["nodes"] for one in measured})
     colors = dict(zip(("star", "exchange", "ring", "tree"), (INK, *SAMPLES[1:], WIRE), strict=True))
     figure, axes = plt.subplots(1, len(counts), figsize=(11, 3.4), layout="constrained", sharey=True)
@@ -251,8 +255,7 @@ def sums_by_delay() -> Any:
                             if (one["nodes"], one["algorithm"]) == (n_nodes, algorithm))  # fmt: skip
             ax.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3.5, lw=1.5, label=algorithm)
         ax.set(xscale="log", yscale="log", xlabel="delay of a link, ms", title=f"{n_nodes} nodes")
-        ax.grid(which="major", color="#dddddd", lw=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
+        plain(ax)
     axes[0].set_ylabel("a sum of 8 KB, ms")
     axes[0].legend(frameon=False, fontsize=9)
     return figure
@@ -263,7 +266,7 @@ def sums_by_delay() -> Any:
 
 def swarm_day() -> Any:
     """Tokens per second over a day, a line for each rule."""
-    curves = _result("swarm")["curves"]
+    curves = load("swarm")["curves"]
     shown = {"bound": (INK, "--"), "full, p = 1%": (WIRE, "-"), "full, p = 20%": (SAMPLES[2], "-"),
              "new servers only": (SAMPLES[1], "-"), "random": (FAINT, "-")}  # fmt: skip
     figure, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
@@ -271,20 +274,39 @@ def swarm_day() -> Any:
         hours = [24 * i / len(curves[name]) for i in range(len(curves[name]))]
         ax.plot(hours, curves[name], color=color, ls=style, lw=1.3, label=name, clip_on=False)  # a line at zero, too
     ax.set(xlabel="hour", ylabel="tokens/s of the slowest block", xlim=(0, 24), ylim=(0, None), xticks=range(0, 25, 4))
-    ax.grid(color="#dddddd", lw=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
+    plain(ax)
     ax.legend(frameon=False, fontsize=9, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return figure
+
+
+# Kept prefixes
+
+
+def kept_prefixes() -> Any:
+    """Time to the first token over the turns of conversations."""
+    found = load("kept_prefixes")
+    figure, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    lines = [
+        ("turns", "anew_s", FAINT, "computed anew"),
+        ("llama.cpp", "kept_s", SAMPLES[0], "llama.cpp"),
+        ("messages", "kept_s", SAMPLES[2], "--keep-prefixes, Messages"),
+        ("turns", "kept_s", SAMPLES[1], "--keep-prefixes, chat"),
+    ]
+    for name, key, color, label in (line for line in lines if line[0] in found):
+        rows = found[name]["turns"]
+        seconds, numbers = [row[key] for row in rows], [row["turn"] for row in rows]
+        ax.plot(numbers, seconds, color=color, marker="o", markersize=3.5, lw=1.5, label=label)
+    restart_at = found["turns"]["restart_at"]
+    ax.axvline(restart_at - 0.5, color=INK, ls="--", lw=0.8)
+    ax.text(restart_at - 0.4, ax.get_ylim()[1], "server begun anew", va="top", fontsize=9)
+    ax.set(xlabel="turn of a conversation", ylabel="seconds to the first token", ylim=(0, None), xticks=numbers)
+    plain(ax)
+    ax.legend(frameon=False, fontsize=9, loc="upper left")
     return figure
 
 
 # Papers' tables
 
-# Petals' table 1: steps/s of BLOOM 7.1B at failure rates of 0 and of those here, by algorithm and tokens.
-PETALS_RATES = (1e-4, 1e-3, 1e-2)
-PETALS_STEPS = {
-    ("replay", 128): (11.4, 11.4, 10.6, 3.38), ("restart", 128): (17.1, 16.7, 12, 0.18),
-    ("replay", 1024): (10.7, 10.7, 7.76, 2.17), ("restart", 1024): (15.5, 11.8, 0.48, None),
-}  # fmt: skip
 TOKENS = {128: "128", 1024: "1,020"}  # of our runs beside these
 
 
@@ -295,18 +317,13 @@ def beside_papers() -> Any:
     _speed_by_failures(failures)
     _gain_by_clients(clients)
     for ax in (memory, failures, clients):
-        ax.grid(which="major", color="#dddddd", lw=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
+        plain(ax)
         ax.legend(frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     return figure
 
 
-def _result(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-
-
 def _memory_by_nodes(ax: Any) -> None:
-    result = _result("window_memory")
+    result = load("window_memory")
     ways = {
         "without": ("no window", INK, "o"),
         "window_4": ("W = 4", SAMPLES[0], "s"),
@@ -322,14 +339,17 @@ def _memory_by_nodes(ax: Any) -> None:
 
 def _speed_by_failures(ax: Any) -> None:
     files = {128: "recovery_rates", 1024: "recovery_rates_1020"}
-    for (way, n_tokens), steps in PETALS_STEPS.items():
+    of_ways = [
+        (way, n_tokens, steps[way]) for n_tokens, steps in PETALS_TABLE_1.items() for way in ("replay", "restart")
+    ]
+    for way, n_tokens, steps in sorted(of_ways, key=lambda one: (one[1], one[0])):
         color, style = {"replay": WIRE, "restart": CONTROL}[way], "-" if n_tokens == 128 else "--"
-        lines = [one for one in _result(files[n_tokens])["lines"] if one["way"] == way and one["rate"] > 0]
+        lines = [one for one in load(files[n_tokens])["lines"] if one["way"] == way and one["rate"] > 0]
         ours = sorted((one["rate"], one["computed"]) for one in lines)
         said = {"replay": "replayed", "restart": "begun again"}[way]
         ax.plot(*zip(*ours, strict=True), color=color, ls=style, lw=1.5, label=f"{said}, {TOKENS[n_tokens]} tokens")
         shares = [step and step / steps[0] for step in steps[1:]]
-        theirs = [(rate, share) for rate, share in zip(PETALS_RATES, shares, strict=True) if share is not None]
+        theirs = [(rate, share) for rate, share in zip(RATES[1:], shares, strict=False) if share is not None]
         face = color if n_tokens == 128 else "white"
         ax.plot(*zip(*theirs, strict=True), color=color, ls="", marker="o", markersize=5, markerfacecolor=face)
     ax.set(xscale="log", ylim=(0, 1.04), xlabel="failures of a message", ylabel="of the speed without failures")
@@ -340,7 +360,7 @@ def _gain_by_clients(ax: Any) -> None:
     from llamps import TABLE
 
     counts = (1, 2, 4)
-    measured = {(one["method"], one["clients"]): one["tokens_s"] for one in _result("placement_clients")["against"]}
+    measured = {(one["method"], one["clients"]): one["tokens_s"] for one in load("placement_clients")["against"]}
     for method, name, color in (("opa", "OPA", SAMPLES[0]), ("throughput", "ours", INK)):
         gains = [measured[method, n] / measured["gma", n] for n in counts]
         ax.plot(counts, gains, color=color, lw=1.5, label=f"{name}, measured")
@@ -366,13 +386,14 @@ FIGURES = {
     "recurrent-pipelining-out-q": queues,
     "tensor-sums": sums_by_delay,
     "swarm-day": swarm_day,
+    "kept-prefixes": kept_prefixes,
     "beside-papers": beside_papers,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "assets", metavar="DIR")
+    parser.add_argument("--out", type=Path, default=on_path.ROOT / "assets", metavar="DIR")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     args = parser.parse_args()
     matplotlib.rcParams.update({"svg.hashsalt": "mdi", "font.family": "DejaVu Sans", "text.color": INK})

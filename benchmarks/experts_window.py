@@ -13,11 +13,8 @@ Nothing is asserted.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
-import subprocess
-import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,9 +32,9 @@ from mdi.model.tensors import EMBEDDING
 from random_checkpoint import write_tokenizer
 from random_packed import RandomPacked
 from records import add_json_flag, save
+from rings import after_first, asked
 from window import drop
 
-ROOT = Path(__file__).resolve().parents[1]
 FORM, N_EXPERTS, N_USED = "int8", 128, 8
 SIZES = {
     "n_embd": 1024, "n_head": 16, "n_query_groups": 4, "head_size": 64, "moe_intermediate_size": 512, "intermediate_size": 512,
@@ -82,28 +79,21 @@ def made(folder: Path, n_blocks: int) -> Path:
 def measured(args: argparse.Namespace, chunk: Path, memory: int, n_texts: int, way: str) -> dict[str, Any]:
     """A run of one way."""
     drop([chunk])
-    command = [
-        sys.executable, str(ROOT / "src" / "sample.py"), "--ckpt", str(args.folder), "--quantize", FORM, "--prompt", "The ring",
-        "--prompt-style", "none", "--n-samples", str(n_texts), "--n-tokens", str(args.tokens), "--temperature", "1",
-        "--sequence-length", "64", "--draft", "none", "--memory", str(memory), "--threads", str(args.threads), "--json",
-        *WAYS[way],
-    ]  # fmt: skip
-    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{way} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    found = json.loads(done.stdout)
-    node, samples = found["nodes"][0], found["samples"]
-    first_s = max(one["ttft_s"] for one in samples)
-    decode_s = sum(len(one["token_ids"]) for one in samples) / found["tokens_per_s"] - first_s
+    found, said = asked(
+        "sample", "--ckpt", args.folder, "--quantize", FORM, "--prompt", "The ring", "--prompt-style", "none",
+        "--n-samples", n_texts, "--n-tokens", args.tokens, "--temperature", 1, "--sequence-length", 64, "--draft", "none",
+        "--memory", memory, "--threads", args.threads, *WAYS[way],
+    )  # fmt: skip
+    node, (first_s, tokens_s) = found["nodes"][0], after_first(found)
     hits, misses = node["expert_hits"], node["expert_misses"]
-    share = re.search(r"has (\d+) of (\d+) experts in memory", done.stderr)
+    share = re.search(r"has (\d+) of (\d+) experts in memory", said)
     return {
-        "way": way, "texts": n_texts, "tokens_per_s": n_texts * (args.tokens - 1) / decode_s, "first_token_s": first_s,
+        "way": way, "texts": n_texts, "tokens_per_s": tokens_s, "first_token_s": first_s,
         "hit_rate": hits / (hits + misses) if misses else None,
         "share_in_memory": int(share[1]) / int(share[2]) if share else None,
         **{key: node[key] for key in ("weights_resident_bytes", "weights_read_bytes", "peak_rss_bytes", "disk_wait_s")},
         "disk_wait_share": node["disk_wait_s"] / node["compute_s"],
-        "said": [line for line in done.stderr.splitlines() if " in memory" in line],
+        "said": [line for line in said.splitlines() if " in memory" in line],
     }  # fmt: skip
 
 

@@ -228,10 +228,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--seconds",
-        type=float,
-        default=20,
-        help="of one block in one format, after which no round is begun (%(default)s)",
+        "--seconds", type=float, default=20, help="of a block, after which no round is begun (%(default)s)"
     )
     add_json_flag(parser, "family_blocks")
     args = parser.parse_args()
@@ -246,21 +243,8 @@ def main() -> None:
     for i, (family, form, config) in enumerate(cases, 1):
         found = measured(config, form, args.threads, args.rounds, args.seconds, reader)
         blocks.append({"family": family, "format": form, **found})
-        print(
-            f"{i} of {len(cases)}, {time.monotonic() - begin:.0f} s: {family}, {form}, {len(found['rounds'])} rounds, own "
-            f"and Llama's block\n"
-            f"  one row: {found['own_share']:.0%} and {found['llama_share']:.0%} of {found['read_gb_s']:.1f} GB/s, ratio "
-            f"{found['read_ratio']:.2f}\n"
-            f"  {ROWS} rows: {found['own_products']:.1f} and {found['llama_products']:.1f} billion products/s, ratio "
-            f"{found['products_ratio']:.2f}",
-            flush=True,
-        )
-        if found["few_rows"] < ROWS:
-            print(
-                f"  an expert has {found['few_rows']} of them, with which Llama's block does "
-                f"{found['few_rows_products']:.1f}: bound {found['bound_products']:.1f}, ratio {found['of_bound']:.2f}",
-                flush=True,
-            )
+        told = {name: round(value, 2) for name, value in found.items() if isinstance(value, float)}
+        print(f"{i} of {len(cases)}, {time.monotonic() - begin:.0f} s: {family}, {form}: {told}", flush=True)
         save(args.json, {"formats": formats, "threads": args.threads, "rows": ROWS, "blocks": blocks})
 
 

@@ -2,12 +2,11 @@
 """What fine-tuning over a ring brings: loss and right answers before and after, in each weight format, and how fast.
 
 Tasks: `tone`, two classes, and `reports`, texts of a form that the model has not seen, are made here (finetune_tasks.py);
-`text` is a file's (--text). A model is fine-tuned in float32 with `mdi finetune`; the result is evaluated with the blocks in
-each format, with 1, 8 and 32 texts at the same time (Petals, appendix A), and a table is printed. What writes texts, and side,
-are evaluated by the kernels; classes of the other methods in torch, over the numbers that the packed weights stand for.
+A model is fine-tuned in float32 with `mdi finetune`; the result is evaluated with the blocks in
+each format, with 1, 8 and 32 texts at the same time (Petals, appendix A). What writes texts, and side, are evaluated by the
+kernels; classes of the other methods in torch, over the numbers that the packed weights stand for.
 
     finetune_quality.py --method side --method lora --method prompt --method deep-prompt --method prefix
-    finetune_quality.py --method side --task text --text tiny-shakespeare.txt
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import json
 import logging
 import queue
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -30,13 +28,13 @@ from typing import Any
 import numpy as np
 
 import finetune_tasks as tasks
+import on_path
 from records import add_json_flag, save, told
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src")]
+from rings import opened
 
 FORMATS = ("float32", "bf16", "fp16", "int8", "int4", "mxfp4")
-TASKS = ("tone", "reports", "text")
+TASKS = ("tone", "reports")
+METHODS = ("side", "lora", "prompt", "deep-prompt", "prefix")
 MOST_ROWS = 64  # of a prompt or prefix
 
 
@@ -44,9 +42,7 @@ def rows_of(args: argparse.Namespace, task: str) -> tuple[tasks.Rows, tasks.Rows
     """To learn from, and held out."""
     if task == "tone":
         return tasks.tone(args.examples, 1, False), tasks.tone(args.held, 2, True)
-    if task == "reports":
-        return tasks.reports(args.examples, 1), tasks.reports(args.held, 2)
-    return tasks.pieces(args.text, args.examples, 300, False), tasks.pieces(args.text, args.held, 300, True)
+    return tasks.reports(args.examples, 1), tasks.reports(args.held, 2)
 
 
 def learn(args: argparse.Namespace, method: str, task: str, data: Path, out: Path) -> dict[str, Any]:
@@ -70,27 +66,9 @@ def learn(args: argparse.Namespace, method: str, task: str, data: Path, out: Pat
     return {"seconds": time.perf_counter() - begin, **found}
 
 
-@contextlib.contextmanager
-def opened(
-    args: argparse.Namespace,
-    form: str,
-    length: int,
-    n_texts: int,
-    taps: tuple[int, ...] = (),
-    adapter: tuple[str, ...] = (),
-) -> Iterator[Any]:
-    """A run on this process alone, with its blocks in a format."""
-    from mdi.run.nodes import GivenNodes
-    from mdi.run.run import Run
-    from mdi.spec.cluster import standalone
-    from mdi.spec.options import StarterOptions
-
-    packed = {} if form == "float32" else {"quantize": form, "quantize_head": head_format(form)}
-    options = StarterOptions(
-        ckpt=args.ckpt, prompt_style="none", device="cpu", dtype="float32", adapter=adapter, **packed
-    )
-    with Run(GivenNodes(standalone()), options, length, n_texts=n_texts, taps=taps) as run:
-        yield run
+def options(form: str) -> dict[str, Any]:
+    """Of a run whose blocks have a format."""
+    return {"dtype": "float32", **({} if form == "float32" else {"quantize": form, "quantize_head": head_format(form)})}
 
 
 def head_format(form: str) -> str:
@@ -143,7 +121,8 @@ def by_kernels(
     length = MOST_ROWS + max(len(one.ids) for one in examples)
     network = read_side(out) if out is not None and method == "side" else None
     learned = (f"learned={out}",) if out is not None and network is None else ()
-    with opened(args, form, length, n_at_once, network.shape.taps if network else (), learned) as run:
+    taps = network.shape.taps if network else ()
+    with opened(args.ckpt, length, n_at_once, taps=taps, adapter=learned, **options(form)) as run:
         head = run.ring.stage.at_starter.head
 
         def logits_of(rows: np.ndarray) -> np.ndarray:
@@ -170,7 +149,8 @@ def by_torch(
     from mdi_training.tuned_tensors import SCORE, read_tensors
 
     assert out is not None
-    with opened(args, form, MOST_ROWS + max(len(one.ids) for one in examples), 1) as run, torch.no_grad():
+    length = MOST_ROWS + max(len(one.ids) for one in examples)
+    with opened(args.ckpt, length, 1, **options(form)) as run, torch.no_grad():
         weights = run.model.weights
         packing = Packing(head_format(form), head_format(form))
         tuned = read_tensors(out, weights.config, weights.source_of)
@@ -197,15 +177,9 @@ def judged(logits: np.ndarray, targets: Sequence[int]) -> tuple[float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ckpt", type=Path, default=ROOT / "assets" / "nano-llama", help="(%(default)s)")
-    parser.add_argument("--text", type=Path, help="a text file, for the task `text`")
+    parser.add_argument("--ckpt", type=Path, default=on_path.ROOT / "assets" / "nano-llama", help="(%(default)s)")
     parser.add_argument("--task", action="append", choices=TASKS, help="may be repeated (tone and reports)")
-    parser.add_argument(
-        "--method",
-        action="append",
-        choices=("side", "lora", "prompt", "deep-prompt", "prefix"),
-        help="may be repeated (side)",
-    )
+    parser.add_argument("--method", action="append", choices=METHODS, help="may be repeated (side)")
     parser.add_argument("--examples", type=int, default=192, help="to learn from (%(default)s)")
     parser.add_argument("--held", type=int, default=64, help="to evaluate with (%(default)s)")
     parser.add_argument("--epochs", type=int, default=10, help="(%(default)s)")
@@ -216,29 +190,9 @@ def main() -> None:
     add_json_flag(parser, "finetune_quality")
     args = parser.parse_args()
     args.texts, args.method = args.texts or [1, 8, 32], args.method or ["side"]
-    args.task = args.task or ["tone", "reports"]
     logging.getLogger("mdi").setLevel(logging.ERROR)
-    found = []
-    for task in args.task:
-        for method in args.method:
-            found.append(one_case(args, task, method))
-    print(table(found))
+    found = [one_case(args, task, method) for task in args.task or TASKS for method in args.method]
     save(args.json, {"flags": told(args, "json"), "cases": found})
-
-
-def table(cases: Sequence[dict[str, Any]]) -> str:
-    """Right answers and losses before and after, and tokens per second after, by task, method, format and number of texts."""
-    found = ["| task | method | blocks and head | texts | right before | right | loss before | loss | tokens/s | by |",
-             "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    for case in cases:
-        alone = {(line["format"], line["texts"]): line for line in case["before"]}
-        for line in case["after"]:  # classes are nobody's before they are learned: their loss is that of the first step
-            before = alone.get((line["format"], line["texts"])) or case["learned"]["before"]
-            found.append(
-                f"| {case['task']} | {case['method']} | {line['format']} | {line['texts']} | {before['right']:.1%} | "
-                f"{line['right']:.1%} | {before['loss']:.3f} | {line['loss']:.3f} | {line['tokens_s']:.1f} | {line['by']} |"
-            )
-    return "\n".join(found)
 
 
 def one_case(args: argparse.Namespace, task: str, method: str) -> dict[str, Any]:
@@ -255,11 +209,8 @@ def one_case(args: argparse.Namespace, task: str, method: str) -> dict[str, Any]
         examples = class_examples(held, codec, 512, labels_of(held)) if is_classes else lm_examples(held, codec, 512)
         print(f"{task}, {method}: {json.dumps(learned)}", flush=True)
         after = [line for form in FORMATS for line in evaluate(args, method, form, examples, folder / "out")]
-        before = (
-            [line for form in FORMATS for line in evaluate(args, method, form, examples, None)]
-            if task != "tone"
-            else []
-        )
+        forms = FORMATS if task != "tone" else ()
+        before = [line for form in forms for line in evaluate(args, method, form, examples, None)]
     for line in [*before, *after]:
         print(json.dumps(line), flush=True)
     return {"task": task, "method": method, "learned": learned, "before": before, "after": after}

@@ -1,9 +1,8 @@
-"""What fine-tuning is measured with: texts that this project makes, and any text file."""
+"""What fine-tuning is measured with: texts that this project makes."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 Rows = list[dict[str, str]]
 
@@ -49,12 +48,3 @@ def reports(n: int, seed: int) -> Rows:
             node, frame = after, frame + 1
         found.append({"text": "\n".join(lines)})
     return found
-
-
-def pieces(path: Path, n: int, n_characters: int, is_held_out: bool) -> Rows:
-    """Parts of a text, spread over its first nine tenths or over its last one."""
-    text = path.read_text(encoding="utf-8")
-    split = len(text) * 9 // 10
-    own = text[split:] if is_held_out else text[:split]
-    step = max(n_characters, len(own) // n)
-    return [{"text": own[at : at + n_characters]} for at in range(0, len(own) - n_characters, step)][:n]

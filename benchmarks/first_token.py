@@ -15,9 +15,7 @@ import argparse
 import os
 import statistics
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,13 @@ import on_path  # noqa: F401
 from peers.protocol import Case
 from random_checkpoint import SHAPES, config_of, make_chunks
 from records import add_json_flag, save
+from rings import alone
 
 WAYS = ("ring", "tensor", "window")
 # Of its nodes, each of which has one; a window is read by a thread of its own, beside computing.
 CORES: dict[str, list[int] | None] = {"ring": [0, 1], "tensor": [0, 1], "window": None}
 NODES = {way: len(cores or [0]) for way, cores in CORES.items()}
 FLAGS = {"ring": (), "tensor": ("--parallel", "tensor"), "window": ()}
-GOAL = 0.25  # by which a prediction may be off
 LIMIT_BYTES = 330_000_000  # of the process with a window: less than weights and process take together
 LONGEST = 2048
 
@@ -107,12 +105,6 @@ def measure(args: argparse.Namespace, chunks: Path, way: str) -> list[tuple[floa
     return [tuple(times) for times in found]
 
 
-def alone(*call: Any) -> Any:
-    """A function's result, from a process of its own: nodes pin theirs to a core."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(*call).result()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="nano-llama-304m", choices=SHAPES)
@@ -145,8 +137,6 @@ def main() -> None:
                     f"{max(times):.2f}) | {row.ratio:.2f} |",
                     flush=True,
                 )
-    n_good = sum(1 / (1 + GOAL) <= row.ratio <= 1 + GOAL for row in rows)
-    print(f"\n{n_good} of {len(rows)} are within {GOAL:.0%}")
     result = [{**vars(row), "ratio": row.ratio} for row in rows]
     save(args.json, {"shape": args.shape, "format": args.format, "memory": args.memory, "rows": result})
 

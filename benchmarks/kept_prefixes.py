@@ -4,7 +4,7 @@
     benchmarks/kept_prefixes.py restart [--shape tiny-llama-1.1b-deep] [--format int8] [--tokens 8000] [--rounds 5]
     benchmarks/kept_prefixes.py restart --shape qwen-3.5-small --tokens 30000 --more 200 --name delta
     benchmarks/kept_prefixes.py new --shape nano-llama-304m --tokens 1000 --rounds 2
-    benchmarks/kept_prefixes.py turns --ckpt FILE [--api messages] [--turns 20] [--restart-at 11] [--plot FILE]
+    benchmarks/kept_prefixes.py turns --ckpt FILE [--api messages] [--turns 20] [--restart-at 11]
     benchmarks/kept_prefixes.py turns --ckpt FILE --name llama.cpp --peer PYTHON
 
 restart   a server with two nodes of this machine computes a prompt, then one with the same beginning and --more other tokens
@@ -12,7 +12,7 @@ restart   a server with two nodes of this machine computes a prompt, then one wi
 new       texts that never come back, for servers that keep prefixes and for others in turns.
 turns     a conversation whose server is begun anew before one of its turns; and the same turns behind a system message that is
           another one each time, so that nothing of them was computed before. With --peer, llama.cpp's server (xllamacpp) in a
-          Python that has it. The figure shows all conversations in the file.
+          Python that has it. draw_figures.py shows all conversations in the file.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ while True: time.sleep(1)
 
 
 @contextmanager
-def server(ckpt: Path, cache: Path, *flags: str, keeps: bool = True) -> Iterator[int]:
+def server(ckpt: Path, cache: Path, *flags: str, keeps: bool = True) -> Iterator[tuple[int, Any]]:
     """A server whose nodes keep prefixes under `cache`, where they find the kernels that this machine has; its port."""
     from mdi.files import default_cache_dir
 
@@ -66,8 +66,8 @@ def server(ckpt: Path, cache: Path, *flags: str, keeps: bool = True) -> Iterator
         (cache / "kernels").symlink_to(kernels)
         os.environ["MDI_CACHE_DIR"] = str(cache)
     command = [sys.executable, str(SRC / "serve.py"), "--ckpt", str(ckpt), "--draft", "none", "--kv-dtype", "fp16"]
-    with answering([*command, *flags, *(("--keep-prefixes", "8G") if keeps else ())]) as (port, _):
-        yield port
+    with answering([*command, *flags, *(("--keep-prefixes", "8G") if keeps else ())]) as found:
+        yield found
 
 
 def streamed(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def restart(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for i in range(args.rounds):
         ids = prompt(3 * i, args.tokens)
         for key in ("again_s", "kept_s"):
-            with server(args.made, folder / "cache", *flags) as port:
+            with server(args.made, folder / "cache", *flags) as (port, _):
                 ask(port, prompt(1000 + i, 40))  # the first text of all pays for what is made once
                 if key == "again_s":
                     found["anew_s"].append(ask(port, ids)["first_s"])
@@ -141,9 +141,10 @@ def new(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found: dict[str, list[float]] = {"on_s": [], "off_s": []}
     for i in range(2 * args.rounds):
         key = "on_s" if i % 4 in (0, 3) else "off_s"
-        with server(
-            args.made, folder / "cache", "--nodes", "2", "--quantize", args.format, keeps=key == "on_s"
-        ) as port:
+        with server(args.made, folder / "cache", "--nodes", "2", "--quantize", args.format, keeps=key == "on_s") as (
+            port,
+            _,
+        ):
             ask(port, prompt(1000 + i, 40))
             found[key].append(sum(ask(port, prompt(9 * i + k, args.tokens), 32)["all_s"] for k in range(1, 9)))
         print(json.dumps(found), flush=True)
@@ -161,13 +162,13 @@ def turns(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     def started() -> Any:
         if args.peer is None:
             return server(args.ckpt, folder / "cache", "--nodes", "2")
-        return peer([str(args.peer), "-c", PEER, str(args.ckpt), "--threads", str(os.cpu_count())])
+        return answering([str(args.peer), "-c", PEER, str(args.ckpt), "--threads", str(os.cpu_count())])
 
     rows: list[dict[str, Any]] = []
     history: list[dict[str, str]] = []
     spans = ((0, args.restart_at - 1), (args.restart_at - 1, args.turns))
     for begin, end in spans:
-        with started() as port:
+        with started() as (port, _):
             said(port, "Hello", [{"role": "user", "content": "Hello"}])
             for i in range(begin, end):
                 history.append({"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]})
@@ -181,41 +182,6 @@ def turns(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 print(json.dumps(rows[-1]), flush=True)
             wait_until_kept(folder / "cache")
     return {"restart_at": args.restart_at, "turns": rows}
-
-
-@contextmanager
-def peer(command: list[str]) -> Iterator[int]:
-    with answering(command) as (port, _):
-        yield port
-
-
-def draw(found: dict[str, Any], file: Path) -> None:
-    """Time to the first token over turns."""
-    import matplotlib
-
-    from draw_figures import FAINT, INK, SAMPLES, plt
-
-    matplotlib.rcParams.update({"svg.hashsalt": "mdi", "font.family": "DejaVu Sans", "text.color": INK})
-    figure, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
-    lines = [
-        ("turns", "anew_s", FAINT, "computed anew"),
-        ("llama.cpp", "kept_s", SAMPLES[0], "llama.cpp"),
-        ("messages", "kept_s", SAMPLES[2], "--keep-prefixes, Messages"),
-        ("turns", "kept_s", SAMPLES[1], "--keep-prefixes, chat"),
-    ]
-    for name, key, color, label in (line for line in lines if line[0] in found):
-        rows = found[name]["turns"]
-        seconds, numbers = [row[key] for row in rows], [row["turn"] for row in rows]
-        ax.plot(numbers, seconds, color=color, marker="o", markersize=3.5, lw=1.5, label=label)
-    found = found["turns"]
-    ax.axvline(found["restart_at"] - 0.5, color=INK, ls="--", lw=0.8)
-    ax.text(found["restart_at"] - 0.4, ax.get_ylim()[1], "server begun anew", va="top", fontsize=9)
-    ax.set(xlabel="turn of a conversation", ylabel="seconds to the first token", ylim=(0, None), xticks=numbers)
-    ax.grid(color="#dddddd", lw=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, fontsize=9, loc="upper left")
-    figure.savefig(file, facecolor="white", dpi=110)
-    plt.close(figure)
 
 
 def main() -> None:
@@ -236,7 +202,6 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20, metavar="N")
     parser.add_argument("--answer", type=int, default=48, metavar="N", help="most tokens of an answer (%(default)s)")
     parser.add_argument("--restart-at", type=int, default=11, metavar="TURN")
-    parser.add_argument("--plot", type=Path, metavar="FILE")
     add_json_flag(parser, "kept_prefixes")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -249,8 +214,6 @@ def main() -> None:
     own = args.name or ("messages" if args.api == "messages" else args.what)
     known = {**{key: value for key, value in before.items() if isinstance(value, dict)}, own: found}
     save(args.json, known)
-    if args.plot is not None:
-        draw(known, args.plot)
 
 
 if __name__ == "__main__":

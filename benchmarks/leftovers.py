@@ -13,18 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import on_path  # noqa: F401
-from mdi.errors import PlacementError, UsageError
+from mdi.errors import PlacementError
 from mdi.placement.cost import CostModel
 from mdi.placement.methods import filled, left_over, ranked
 from mdi.placement.placement import Placement, check_fits, describe
-from mdi.units import size
 
 Matrix = tuple[tuple[float, ...], ...]
-
-# Consistency index of random judgements for 1, 2, 3 ... criteria (Saaty 1980).
-RANDOM_INDEX = (0.0, 0.0, 0.58, 0.90, 1.12, 1.24, 1.32, 1.41, 1.45)
-CONSISTENT = 0.1  # judgements with a larger ratio contradict each other too much
-SCALE = 9.0  # of preferences
 
 
 def comparison_matrix(criteria: Sequence[str], preferences: Mapping[tuple[str, str], float]) -> Matrix:
@@ -32,26 +26,12 @@ def comparison_matrix(criteria: Sequence[str], preferences: Mapping[tuple[str, s
 
     Args:
         preferences: (a, b) -> how much more a matters than b, 1/9 to 9; one entry for each pair, in either direction.
-
-    Raises:
-        UsageError: a pair is missing or unknown, or a number is out of range.
     """
-    if not 1 <= len(criteria) <= len(RANDOM_INDEX):
-        raise UsageError(f"expected 1 to {len(RANDOM_INDEX)} criteria, found {len(criteria)}")
-    for (a, b), value in preferences.items():
-        if a not in criteria or b not in criteria or a == b:
-            raise UsageError(f"preference of {a!r} over {b!r}: expected two of {', '.join(criteria)}")
-        if not 1 / SCALE <= value <= SCALE:
-            raise UsageError(f"preference of {a!r} over {b!r}: expected 1/9 to 9, found {value:g}")
 
     def over(a: str, b: str) -> float:
         if a == b:
             return 1.0
-        if (a, b) in preferences:
-            return preferences[a, b]
-        if (b, a) in preferences:
-            return 1 / preferences[b, a]
-        raise UsageError(f"no preference of {a!r} over {b!r} is given")
+        return preferences[a, b] if (a, b) in preferences else 1 / preferences[b, a]
 
     return tuple(tuple(over(a, b) for b in criteria) for a in criteria)
 
@@ -62,16 +42,6 @@ def weights(matrix: Matrix) -> tuple[float, ...]:
     return tuple(sum(v / total for v, total in zip(row, columns, strict=True)) / len(matrix) for row in matrix)
 
 
-def consistency_ratio(matrix: Matrix) -> float:
-    """How much the judgements contradict each other: 0 not at all; above CONSISTENT they should be revised."""
-    n = len(matrix)
-    if n < 3:
-        return 0.0  # two judgements cannot contradict each other
-    w = weights(matrix)
-    largest = sum(sum(v * x for v, x in zip(row, w, strict=True)) / own for row, own in zip(matrix, w, strict=True)) / n
-    return max(0.0, (largest - n) / (n - 1) / RANDOM_INDEX[n - 1])
-
-
 CRITERIA = ("memory", "cores")
 # The paper gives no number, only that memory is preferred; 5 is "clearly more". Its Table 3 comes out with anything from 4 on.
 PREFERENCES = {("memory", "cores"): 5.0}
@@ -80,12 +50,8 @@ Scores = Callable[[Sequence[float], Sequence[float]], "list[float]"]
 
 
 def opa_weights(preferences: Mapping[tuple[str, str], float]) -> tuple[float, float]:
-    """Weights of a GB of left-over memory and of a core. Raises UsageError."""
-    matrix = comparison_matrix(CRITERIA, preferences)
-    ratio = consistency_ratio(matrix)
-    if ratio > CONSISTENT:
-        raise UsageError(f"the preferences contradict each other (consistency ratio {ratio:.2f}, at most {CONSISTENT})")
-    memory, cores = weights(matrix)
+    """Weights of a GB of left-over memory and of a core; two judgements cannot contradict each other."""
+    memory, cores = weights(comparison_matrix(CRITERIA, preferences))
     return memory, cores
 
 
@@ -116,35 +82,13 @@ def by_score(cost: CostModel, method: str, scores: Scores) -> Placement:
         most = [min(a, b) for a, b in zip(most, capacity, strict=True)]
         order = ranked(scores([b / 1e9 for b in left], [node.n_cores for node in cost.profile.nodes]))
         counts = filled(order, most, cost.n_layer)
-        _refuse_the_rest(cost, method, counts)
+        if (placed := sum(counts.values())) < cost.n_layer:
+            raise PlacementError(f"{describe(cost)} does not fit: {method} places {placed} of {cost.n_layer} blocks")
         n_used = len(counts.keys() | {0})
     ring = [0, *(i for i in order if i in counts and i)]
     placement = Placement.of(method, cost.profile, ring, [counts.get(i, 0) for i in ring], _reasons(cost, ring, most))
     check_fits(cost, placement)
     return placement
-
-
-def _refuse_the_rest(cost: CostModel, method: str, counts: Mapping[int, int]) -> None:
-    starter = cost.profile.nodes[0]
-    least = cost.memory(0, 0, 0, max(1, len(counts))).total
-    if least > starter.memory_bytes:
-        lack = least - starter.memory_bytes
-        raise PlacementError(
-            f"{starter.name} has {size(lack)} too little for embedding and head of {describe(cost)}",
-            ((starter.name, lack),),
-        )
-    placed = sum(counts.values())
-    if placed < cost.n_layer:
-        each = max(
-            b - a + d - c
-            for a, b, c, d in zip(cost.weights, cost.weights[1:], cost.caches, cost.caches[1:], strict=False)
-        )
-        lack = int((cost.n_layer - placed) * each)
-        raise PlacementError(
-            f"{describe(cost)} does not fit: {method} places {placed} of {cost.n_layer} blocks, for the others "
-            f"{size(lack)} are missing",
-            (("", lack),),
-        )
 
 
 def _reasons(cost: CostModel, ring: Sequence[int], most: Sequence[int]) -> dict[int, str]:

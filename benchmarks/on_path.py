@@ -4,6 +4,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("src", "benchmarks", "tests", "tests/faults", "tests/placement")
+FOLDERS = ("src", "old", "benchmarks", "tests", "tests/discovery", "tests/faults", "tests/placement")
 
 sys.path[:0] = [path for name in FOLDERS if (path := str(ROOT / name)) not in sys.path]

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import pickle
 import secrets
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +30,6 @@ from records import add_json_flag, machine, save
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the children inherit it
 
 N_COLS = 2048  # float32: 8 KB
-PROOF_BYTES = 32  # by which the child is known
 HOST = "127.0.0.1"
 
 
@@ -74,25 +72,31 @@ def recv_pickled(sock: socket.socket) -> Any:
     return pickle.loads(body)["data"]
 
 
-def echo(port: int, ring_port: int, epoch: int) -> None:
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection over loopback."""
+    from mdi.net.wire import tune
+
+    with socket.create_server((HOST, 0)) as server:
+        ends = socket.create_connection(server.getsockname()), server.accept()[0]
+    if ends[0].getsockname() != ends[1].getpeername():
+        raise SystemExit("another program has connected")  # what it sends is not to be unpickled
+    for sock in ends:
+        tune(sock)
+    return ends
+
+
+def echo(raw: socket.socket, pickled: socket.socket, framed: socket.socket, ring_port: int, epoch: int) -> None:
     """The other process: sends everything back, on two bare connections and as node 1 of a ring."""
     import torch
 
     from mdi.engine.rows import TensorRows
     from mdi.errors import RingEndedError
-    from mdi.host.threads import choose_threads
     from mdi.net.handshake import join_ring
-    from mdi.net.wire import PLAIN, Limits, read_frame, send_frame, tune
+    from mdi.net.wire import PLAIN, Limits, read_frame, send_frame
 
-    proof = sys.stdin.buffer.read(PROOF_BYTES)
-    choose_threads(1)
     rows = TensorRows(torch.device("cpu"), torch.float32)
     listener, seat = open_listener("secondary0"), seat_of(1, epoch, ring_port)
     expectation = listener.expect(epoch, seat.prev_hello)
-    raw, pickled, framed = (socket.create_connection((HOST, port)) for _ in range(3))
-    for sock in (raw, pickled, framed):
-        tune(sock)
-        sock.sendall(proof)
     raw.sendall(b"%-16d" % listener.port)
 
     def echo_raw() -> None:
@@ -134,25 +138,18 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
     from mdi.engine.rows import TensorRows
     from mdi.host.threads import choose_threads
     from mdi.net.handshake import close_starter_ring
-    from mdi.net.wire import PLAIN, Frame, FrameType, Limits, Slice, read_frame, send_frame, tune
+    from mdi.net.wire import PLAIN, Frame, FrameType, Limits, Slice, read_frame, send_frame
 
     choose_threads(1)
     x = torch.randn(1, N_COLS)
     bare, epoch = bytearray(x.numpy().tobytes()), secrets.randbits(64)
     listener = open_listener("starter")
-    with socket.create_server((HOST, 0)) as server:
-        command = [sys.executable, __file__, "--child", str(server.getsockname()[1]), str(listener.port), f"{epoch:x}"]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE)
-        proof = secrets.token_bytes(PROOF_BYTES)
-        assert child.stdin is not None
-        child.stdin.write(proof)
-        child.stdin.close()
-        raw, pickled, framed = (server.accept()[0] for _ in range(3))
-    for sock in (raw, pickled, framed):
-        tune(sock)
-        found = bytearray(PROOF_BYTES)
-        if not (read_exactly(sock, memoryview(found)) and secrets.compare_digest(found, proof)):
-            raise SystemExit("another program has connected")  # what it sends is not to be unpickled
+    (raw, *echo_raw), (pickled, *echo_pickled), (framed, *echo_framed) = pair(), pair(), pair()
+    ends = (*echo_raw, *echo_pickled, *echo_framed)
+    child = multiprocessing.get_context("fork").Process(target=echo, args=(*ends, listener.port, epoch))
+    child.start()
+    for sock in ends:
+        sock.close()
     head = bytearray(16)
     read_exactly(raw, memoryview(head))
     ring = close_starter_ring(listener, seat_of(0, epoch, int(head)), 2, Limits(max_cols=N_COLS))
@@ -197,7 +194,7 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
     listener.close()
     for sock in (raw, pickled, framed):
         sock.close()
-    child.wait(30)
+    child.join(30)
     return {name: summary(rounds) for name, rounds in times.items()}
 
 
@@ -235,10 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_json_flag(parser, "overheads")
     parser.add_argument("--quick", action="store_true", help="few repeats, to see that it works")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        return echo(int(args.child[0]), int(args.child[1]), int(args.child[2], 16))
     result: dict[str, Any] = {"round_trip": round_trips(*((2, 50, 10) if args.quick else (9, 500, 50)))}
     result["wire_bytes"] = wire_bytes()
     print(machine())

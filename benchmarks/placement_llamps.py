@@ -12,6 +12,7 @@ import on_path  # noqa: F401
 from leftovers import gma_scores, opa_scores
 from llamps import FITS, TABLE, Fit, Row
 from mdi.placement.methods import filled, ranked
+from side_by_side.tables import markdown
 
 
 def placed(row: Row, fit: Fit, method: str) -> str:
@@ -24,8 +25,8 @@ def placed(row: Row, fit: Fit, method: str) -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print("| model | servers (GB, cores) | GMA printed | GMA here | OPA printed | OPA here "
-          "| their s for 1, 2, 4 clients: GMA | OPA |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
+    head = ["model", "servers (GB, cores)", "GMA printed", "GMA here", "OPA printed", "OPA here"]
+    rows = []
     for row in TABLE:
         cells = [row.model.name, " ".join(f"({gb:g}, {n})" for gb, n in row.servers)]
         for method in ("gma", "opa"):
@@ -33,7 +34,8 @@ def main() -> None:
             ours = placed(row, FITS[row.model.name], method)
             cells += [printed, ours if ours == printed else f"**{ours}**"]
         cells += [", ".join(f"{s:g}" for s in times) for times in (row.gma_s, row.opa_s)]
-        print("| " + " | ".join(cells) + " |")
+        rows.append(cells)
+    print(markdown([*head, "their s for 1, 2, 4 clients: GMA", "OPA"], rows))
 
 
 if __name__ == "__main__":

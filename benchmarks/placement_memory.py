@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Memory and time of a stage, predicted and measured; and what a process takes beside weights and caches, as a regression.
+"""Memory and time of a stage, predicted and measured.
 
 Each case is a process of its own, which imports what a secondary imports, builds a stage of random weights in a format, and
 runs some sequences through it. Resident memory is what the system says at its peak. Times are CPU times of one thread.
@@ -10,11 +10,7 @@ runs some sequences through it. Resident memory is what the system says at its p
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,9 +18,9 @@ from typing import Any
 import on_path  # noqa: F401
 from mdi.model.plain import spec_of
 from records import add_json_flag, save
+from rings import alone
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
-ROOT = Path(__file__).resolve().parents[1]
 
 CASES = [(width, blocks, fmt) for width in (512, 1024, 2048) for blocks in (2, 4, 8) for fmt in ("float32", "int8")]
 SEQUENCES, LENGTH = 4, 512
@@ -41,7 +37,8 @@ def config_of(width: int) -> Any:
     )  # fmt: skip
 
 
-def child(width: int, n_blocks: int, fmt: str) -> None:
+def measured(width: int, n_blocks: int, fmt: str) -> dict[str, Any]:
+    """What a stage takes: in a process of its own."""
     import torch
 
     import mdi.node.secondary  # noqa: F401  what a secondary has loaded
@@ -65,11 +62,9 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
 
     parts = [f"block.{i}" for i in range(n_blocks)]
     if fmt == "int8":
-        own = {
-            part: {n: tuple(s) for n, s in shapes.items() if n.startswith(f"transformer.h.{part[6:]}.")}
-            for part in parts
-        }
-        weights = Resident(parts, lambda part: random_weights(own[part], Packing("int8", "int8")))
+        weights = Resident(parts, lambda part: random_weights(
+            {n: tuple(s) for n, s in shapes.items() if n.startswith(f"transformer.h.{part[6:]}.")}, Packing("int8", "int8")
+        ))  # fmt: skip
         stage = KernelStage(spec_of(config_of(width)), 0, n_blocks, weights)
         stage.prepare(LENGTH)
     else:
@@ -95,9 +90,9 @@ def child(width: int, n_blocks: int, fmt: str) -> None:
         return (time.perf_counter() - begin) / n_calls
 
     # Before and after measuring as a node does, so that what else the machine does slows both.
-    first, measured, last = mean_s(), speeds(width, fmt), mean_s()
-    print(json.dumps({"before": before, "peak": peak, "stage_s": (first + last) / 2,
-                      "read_bytes_s": measured.read_bytes_s, "block_s": measured.block_s}))  # fmt: skip
+    first, of_node, last = mean_s(), speeds(width, fmt), mean_s()
+    return {"before": before, "peak": peak, "stage_s": (first + last) / 2, "read_bytes_s": of_node.read_bytes_s,
+            "block_s": of_node.block_s}  # fmt: skip
 
 
 def speeds(width: int, fmt: str) -> Any:
@@ -118,9 +113,7 @@ def speeds(width: int, fmt: str) -> Any:
         return bench_of(subject, SPAN_S, lambda *told: None).run(Path(folder), False)
 
 
-def predicted(
-    width: int, n_blocks: int, fmt: str, process_bytes: int, measured: dict[str, Any]
-) -> tuple[int, int, float]:
+def predicted(width: int, n_blocks: int, fmt: str, process_bytes: int, measured: dict[str, Any]) -> tuple[int, float]:
     from mdi.placement.cost import CostModel
     from mdi.placement.model import Workload, model_shape
     from mdi.placement.profile import ClusterProfile, NodeProfile
@@ -138,50 +131,24 @@ def predicted(
         .predict((0, 1), (16 - n_blocks, n_blocks))
         .stage_s[1]
     )
-    return use.total, use.weights + use.caches, stage_s
-
-
-def regression(rows: list[dict[str, Any]]) -> str:
-    """Overhead in MB = a + b * blocks + c * millions of parameters, by least squares."""
-    import numpy as np
-
-    x = np.array([[1.0, row["blocks"], row["parameters"] / 1e6] for row in rows])
-    y = np.array([row["overhead"] / 1e6 for row in rows])
-    found, *_ = np.linalg.lstsq(x, y, rcond=None)
-    left = y - x @ found
-    r2 = 1 - float(left @ left) / float(((y - y.mean()) ** 2).sum())
-    return (f"overhead in MB = {found[0]:.0f} + {found[1]:.2f} * blocks + {found[2]:.3f} * million parameters; "
-            f"mean square error {float(left @ left) / len(y):.1f}, R squared {r2:.3f}")  # fmt: skip
+    return use.total, stage_s
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_json_flag(parser, "placement-memory")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        return child(int(args.child[0]), int(args.child[1]), args.child[2])
-    from mdi.placement.model import model_shape
-
     rows = []
     print("| width | blocks | format | memory MB | predicted | error | stage ms | predicted | error |")
     print("|---|---|---|---|---|---|---|---|---|")
     for width, blocks, fmt in CASES:
-        command = [sys.executable, __file__, "--child", str(width), str(blocks), fmt]
-        done = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        total, own, stage_s = predicted(width, blocks, fmt, done["before"], done)
-        block = model_shape(config_of(width), "float32").blocks[0]
+        done = alone(measured, width, blocks, fmt)
+        total, stage_s = predicted(width, blocks, fmt, done["before"], done)
         rows.append({"width": width, "blocks": blocks, "format": fmt, "memory": done["peak"], "predicted": total,
-                     "overhead": done["peak"] - own, "parameters": blocks * block.weight_bytes // 4,
                      "stage_s": done["stage_s"], "predicted_s": stage_s})  # fmt: skip
         errors = (total / done["peak"] - 1, stage_s / done["stage_s"] - 1)
         print(f"| {width} | {blocks} | {fmt} | {done['peak'] / 1e6:.0f} | {total / 1e6:.0f} | {errors[0]:+.1%} "
               f"| {done['stage_s'] * 1e3:.2f} | {stage_s * 1e3:.2f} | {errors[1]:+.0%} |", flush=True)  # fmt: skip
-    print(regression(rows))
-    memory = [abs(r["predicted"] / r["memory"] - 1) for r in rows]
-    stage = [abs(r["predicted_s"] / r["stage_s"] - 1) for r in rows]
-    print(f"error of memory: median {statistics.median(memory):.1%}, worst {max(memory):.1%}; of stage time: median "
-          f"{statistics.median(stage):.0%}, worst {max(stage):.0%}")  # fmt: skip
     save(args.json, {"rows": rows})
 
 

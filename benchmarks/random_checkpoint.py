@@ -1,19 +1,9 @@
-#!/usr/bin/env python3
-"""Checkpoints of named shapes with random weights: speed does not depend on what the weights say.
-
-    benchmarks/random_checkpoint.py bloom-560m FOLDER
-    benchmarks/random_checkpoint.py bloom-7b1 FOLDER --format int8 --n-nodes 3
-
-With --format, FOLDER gets packed chunks for so many nodes and no plain weights: little memory is needed, and no more disk than
-they take. src/starter.py runs them with --ckpt FOLDER, or --chunk FOLDER/chunks/3nodes-int8/model_starter.safetensors.
-"""
+"""Checkpoints of named shapes with random weights: speed does not depend on what the weights say."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +18,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny-llama-1.1b": {"n_layer": 22, "n_embd": 2048, "n_head": 32, "n_query_groups": 4, "intermediate_size": 5632},
     "llama-2-7b": {"n_layer": 32, "n_embd": 4096, "n_head": 32, "n_query_groups": 32, "intermediate_size": 11008},
     "tiny-3m": {"n_layer": 4, "n_embd": 256, "n_head": 8, "n_query_groups": 8, "intermediate_size": 704},
-    **{  # little to compute, and rows a sixteenth as wide as those of BLOOM 176B
-        f"links-{n}": {
-            "n_layer": n,
-            "n_embd": 896,
-            "n_head": 1,
-            "head_size": 64,
-            "n_query_groups": 1,
-            "intermediate_size": 64,
-            "vocab_size": 512,
-            "padded_vocab_size": 512,
-            "block_size": 4096,
-        }
-        for n in (3, 10, 12)
-    },
 }
+_LINKS = {  # little to compute, and rows a sixteenth as wide as those of BLOOM 176B
+    "n_embd": 896, "n_head": 1, "head_size": 64, "n_query_groups": 1, "intermediate_size": 64, "vocab_size": 512,
+    "padded_vocab_size": 512, "block_size": 4096,
+}  # fmt: skip
+SHAPES |= {f"links-{n}": {"n_layer": n, **_LINKS} for n in (3, 10, 12)}
+SHAPES["twelve-blocks"] = {**SHAPES["small-30m"], "n_layer": 12, "block_size": 512, **dict.fromkeys(
+    ("vocab_size", "padded_vocab_size"), 2048
+)}  # fmt: skip
 CONTEXT, DEEP_CONTEXT = 2048, 8448
 DEEP = "-deep"  # what names of shapes end with that have a context of DEEP_CONTEXT
 SHAPES.update({
     name + DEEP: {**SHAPES[name], "block_size": DEEP_CONTEXT} for name in ("tiny-1m", "small-30m", "tiny-llama-1.1b")
 })  # fmt: skip
-# By bigscience's names, whose shapes `mdi plan` knows; litgpt lacks the family.
-BLOOM_SHAPES = ("bloom-tiny", "bloom-560m", "bloom-1b1", "bloom-1b7", "bloom-3b", "bloom-7b1", "bloom-176b")
 # As config.json has them. Three of four blocks have a delta net, as in the published models of the family.
 HF_SHAPES: dict[str, dict[str, Any]] = {
     "qwen-3.5-small": {
@@ -66,15 +48,7 @@ _DONE = "made.json"
 
 
 def config_of(shape: str) -> Any:
-    """litgpt's Config of a shape; of BLOOM's our own."""
-    if shape in BLOOM_SHAPES:
-        from mdi.checkpoint.hfconfig import published_config
-
-        tiny = {"n_layer": 3, "n_embd": 128, "n_head": 8, "head_size": 16, "n_query_groups": 8, "intermediate_size": 512,
-                "vocab_size": 512, "padded_vocab_size": 512}  # fmt: skip
-        found = published_config({"bloom-176b": "bloom", "bloom-tiny": "bloom-560m"}.get(shape, shape))
-        assert found is not None
-        return replace(found, name=shape, **(tiny if shape == "bloom-tiny" else {}))
+    """litgpt's Config of a shape; of what litgpt lacks our own."""
     if shape in HF_SHAPES:
         from mdi.checkpoint.hfconfig import derive_config
 
@@ -171,20 +145,3 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=[*SHAPES, *BLOOM_SHAPES, *HF_SHAPES])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--format", help="make packed chunks in this weight format")
-    parser.add_argument("--n-nodes", type=int, default=3, help="nodes that the chunks are for (%(default)s)")
-    args = parser.parse_args()
-    if args.format is None:
-        make_checkpoint(args.folder, args.shape)
-    else:
-        make_chunks(args.folder, args.shape, args.format, args.n_nodes)
-
-
-if __name__ == "__main__":
-    main()

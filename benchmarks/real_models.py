@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import on_path  # noqa: F401
+import on_path
 from mdi.checkpoint.hfconfig import published_config
 from mdi.errors import PlacementError
 from mdi.placement.cost import CostModel
@@ -26,9 +27,9 @@ from mdi.placement.prompts import tensor_first_token_s
 from mdi.placement.tensor_plan import plan_tensor
 from mdi.tensor.shares import why_not_shared_out
 from mdi.units import duration
+from side_by_side.tables import markdown
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-BEGIN, END = "<!-- real models -->", "<!-- end of real models -->"
+PAGE = on_path.ROOT / "docs" / "models.md"
 LENGTH, PROMPT, TEXTS = 2048, 512, 16
 GB = 1_000_000_000
 
@@ -125,22 +126,20 @@ def cells(name: str, form: str) -> list[str]:
 
 def table(models: tuple[tuple[str, str], ...] = MODELS) -> str:
     heads = [text for of in CLUSTERS for text in (f"{of.n} x {of.name}", "one of them")]
-    head = ["model", "weights", *heads]
-    rows = [head, ["---"] * len(head), *(cells(*one) for one in models)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return markdown(["model", "weights", *heads], [cells(*one) for one in models])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put it into docs/models.md")
-    args = parser.parse_args()
-    found = table()
+def write(said: str | None, page: Path, name: str, made: Callable[[], str]) -> None:
+    """The command: print a table, and put it between the marks of its name on a page if that is asked for."""
+    parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"put it into {page.relative_to(on_path.ROOT)}")
+    is_written, found = parser.parse_args().write, made()
     print(found)
-    if args.write:
-        text = PAGE.read_text(encoding="utf-8")
-        before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-        PAGE.write_text(f"{before}{BEGIN}\n{found}\n{END}{after}", encoding="utf-8")
+    if is_written:
+        text = page.read_text(encoding="utf-8")
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        page.write_text(f"{text.partition(begin)[0]}{begin}\n{found}\n{end}{text.partition(end)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    write(__doc__, PAGE, "real models", table)

@@ -25,30 +25,26 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from on_path import ROOT
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
-sys.path[:0] = [str(ROOT / "tests" / "discovery")]
-
-import numpy as np  # noqa: E402
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter  # noqa: E402
-from networks import network  # noqa: E402
-
-from mdi.checkpoint.gguftokenizer import tokenizer_fields  # noqa: E402
-from mdi.checkpoint.hfconfig import PUBLISHED, derive_config  # noqa: E402
-from mdi.checkpoint.shapes import model_shapes  # noqa: E402
-from mdi.families.gguf import fields_of  # noqa: E402
-from mdi.families.registry import stated_family  # noqa: E402
-from mdi.files import default_cache_dir  # noqa: E402
-from mdi.model.tensors import EMBEDDING  # noqa: E402
-from memory_group import MemoryGroup, memory_group  # noqa: E402
-from records import machine  # noqa: E402
+import on_path
+from mdi.checkpoint.gguftokenizer import tokenizer_fields
+from mdi.checkpoint.hfconfig import PUBLISHED, derive_config
+from mdi.checkpoint.shapes import model_shapes
+from mdi.families.gguf import fields_of
+from mdi.families.registry import stated_family
+from mdi.files import default_cache_dir
+from mdi.model.tensors import EMBEDDING
+from memory_group import MemoryGroup, memory_group
+from records import machine
 
 SHAPE = "Qwen/Qwen3.5-35B-A3B"  # Qwen3.6's is the same
 STATES = {
     "ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16, "ssm.time_step_rank": 32, "ssm.inner_size": 4096,
     "expert_shared_feed_forward_length": 512, "full_attention_interval": 4,
 }  # fmt: skip
-TOKENIZER = ROOT / "assets" / "nano-llama"
+TOKENIZER = on_path.ROOT / "assets" / "nano-llama"
 FLOATS = ("_norm", "_inp", "ssm_conv1d", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")  # what Q4_K_M files have in F32
 SCALES = {"Q4_K": {0: 4e-4, 2: 3e-3}, "Q6_K": {208: 3e-4}}  # of numbers around 0; byte of a block: float16
 DEADLINE_S = 1800.0
@@ -129,7 +125,12 @@ class Machine:
         compiled = home / ".cache" / "mdi-llm" / "kernels"
         compiled.parent.mkdir(parents=True)
         compiled.symlink_to(default_cache_dir() / "kernels")
-        self.environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+        self.environment = {
+            **os.environ,
+            "HOME": str(home),
+            "PYTHONPATH": str(on_path.ROOT / "src"),
+            "PYTHONUNBUFFERED": "1",
+        }
 
     def words(self, *words: object) -> list[str]:
         mdi = [sys.executable, "-m", "mdi", *map(str, words)]
@@ -160,6 +161,8 @@ def ask(machine: Machine, prompt: str, n_tokens: int) -> dict[str, Any]:
 
 
 def path_of_a_user(folder: Path, model: Path, memory: int, n_tokens: int) -> None:
+    from networks import network
+
     key, nodes = folder / "cluster.key", folder / "nodes.json"
     with ExitStack() as stack:
         hosts = stack.enter_context(network(2))
@@ -170,15 +173,8 @@ def path_of_a_user(folder: Path, model: Path, memory: int, n_tokens: int) -> Non
         running = [there.start(*join)]
         stack.callback(lambda: [one.kill() or one.wait() for one in running if one.poll() is None])
         there.said("join", "waits|listens|ready")
-        both = [
-            {
-                "addr": addr,
-                "communication": {"port": 8088},
-                "inference": {"port_in": 5088, "port_out": 5089},
-                "threads": 1,
-            }
-            for _, addr in hosts
-        ]
+        ports = {"communication": {"port": 8088}, "inference": {"port_in": 5088, "port_out": 5089}, "threads": 1}
+        both = [{"addr": addr, **ports} for _, addr in hosts]
         nodes.write_text(json.dumps({"nodes": {"starter": both[0], "secondary": both[1:]}}))
         plan = here.words("plan", model, "--nodes-config", nodes, "--key", key, "--prompt-tokens", n_tokens // 2,
                           "--sequence-length", 4096)  # fmt: skip

@@ -12,35 +12,23 @@ Memory is that of the whole process at its peak, speed is one text with one thre
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import on_path
+import on_path  # noqa: F401
 from mdi.checkpoint.ggufsource import GgufSource
 from mdi.checkpoint.mixtures import meant
 from mdi.checkpoint.parts import part_of
 from mdi.kernels.weight_formats import weight_format
 from real.published import MODELS, TEXT, path_of
 from records import add_json_flag, save, told
+from rings import asked
+from side_by_side.tables import markdown
 
 FORMATS = ("own", "float32", "bf16", "int8", "q6_k", "q4_k", "int4")
 N_TOKENS, N_CHARACTERS, WINDOW = 64, 16_000, 512
-
-
-def asked(command: str, *arguments: str) -> dict[str, Any]:
-    """What a command prints with --json."""
-    argv = [sys.executable, "-c", "from mdi.cli import launch; import sys; sys.exit(launch(sys.argv[1], sys.argv[2:]))"]
-    environment = {**os.environ, "PYTHONPATH": str(on_path.ROOT / "src")}
-    done = subprocess.run([*argv, command, *arguments, "--json"], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{command} {' '.join(arguments)}: {done.stderr.strip().splitlines()[-1]}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 def bits_of(model: Path, form: str) -> float:
@@ -55,13 +43,13 @@ def bits_of(model: Path, form: str) -> float:
 
 def speed(model: Path, form: str) -> tuple[float, int]:
     """Tokens per second of one text with one thread, and the peak of memory in bytes."""
-    text = ("--prompt", "The ring", "--n-tokens", str(N_TOKENS), "--temperature", "0", "--draft", "none")
-    run = asked("sample", "--ckpt", str(model), "--quantize", form, "--threads", "1", "--kv-dtype", "fp16", *text)
+    text = ("--prompt", "The ring", "--n-tokens", N_TOKENS, "--temperature", "0", "--draft", "none")
+    run, _ = asked("sample", "--ckpt", model, "--quantize", form, "--threads", "1", "--kv-dtype", "fp16", *text)
     return run["samples"][0]["tokens_per_s"], run["nodes"][0]["peak_rss_bytes"]
 
 
 def perplexity(model: Path, form: str, text: Path) -> float:
-    found = asked("score", str(model), str(text), "--sequence-length", str(WINDOW), "--quantize", form)
+    found, _ = asked("score", model, text, "--sequence-length", WINDOW, "--quantize", form)
     return float(found["perplexity"])
 
 
@@ -88,14 +76,11 @@ def main() -> None:
             }  # fmt: skip
             rows.append(row)
             print(f"{name} {form}: {row['perplexity']:.3f}", file=sys.stderr)
-    print(
-        "| model | format | bits a weight | memory, MB | one text, tokens/s | perplexity |\n|---|---|---|---|---|---|"
-    )
-    for row in rows:
-        numbers = (
-            f"{row['bits']:.1f} | {row['memory_bytes'] / 1e6:.0f} | {row['tokens_per_s']:.1f} | {row['perplexity']:.2f}"
-        )
-        print(f"| {row['model']} | {row['format']} | {numbers} |")
+    shown = [
+        [row["model"], row["format"], f"{row['bits']:.1f}", f"{row['memory_bytes'] / 1e6:.0f}", f"{row['tokens_per_s']:.1f}",
+         f"{row['perplexity']:.2f}"] for row in rows
+    ]  # fmt: skip
+    print(markdown(["model", "format", "bits a weight", "memory, MB", "one text, tokens/s", "perplexity"], shown))
     save(args.json, {"rows": rows, "arguments": told(args, "json")})
 
 

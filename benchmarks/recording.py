@@ -23,13 +23,15 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RAW = ROOT / "benchmarks" / "results" / "recording.json"
-PICTURE = ROOT / "assets" / "killed-node.svg"
+import on_path
+
+RAW = on_path.ROOT / "benchmarks" / "results" / "recording.json"
+PICTURE = on_path.ROOT / "assets" / "killed-node.svg"
 MODEL = Path("~/.cache/mdi-llm/real/models/SmolLM2-135M-Instruct.Q4_1.gguf").expanduser()
 DELAY_S = 0.02
 N_TOKENS = 130
@@ -50,29 +52,36 @@ def command(*words: object) -> list[str]:
 
 def record(model: Path) -> dict[str, Any]:
     """Run it; what the starter's terminal got, and when. Raises RuntimeError if something else happens than is to be shown."""
-    sys.path.insert(0, str(ROOT / "src"))
     from slow_hosts import SlowHosts
 
     flags = ("--ckpt", str(model), *FLAGS)
 
     with tempfile.TemporaryDirectory() as folder:
-        own = {"PYTHONPATH": str(ROOT / "src"), "MDI_KEY_FILE": "", "COLUMNS": str(WIDTH), "TERM": "xterm"}
+        own = {"PYTHONPATH": str(on_path.ROOT / "src"), "MDI_KEY_FILE": "", "COLUMNS": str(WIDTH), "TERM": "xterm"}
         environment = {**os.environ, **own, "XDG_CONFIG_HOME": f"{folder}/starter"}
         alone = subprocess.run(command("sample", *flags, "--json"), env=environment, capture_output=True, check=True)
         hosts = SlowHosts(3, DELAY_S)
         running: list[subprocess.Popen[bytes]] = []
         main, side = pty.openpty()
         try:
-            start = ["ip", "netns", "exec"]
-            words = command(
-                "starter", "--machines", 3, "--addr", hosts.address(0), "--placement", "even", "--no-journal", *flags
+
+            def begin_on(host: int, words: Sequence[object], variables: dict[str, str], out: int, **more: Any) -> None:
+                inside = ["ip", "netns", "exec", hosts.names[host], *command(*words)]
+                running.append(subprocess.Popen(inside, env=variables, stdout=out, stderr=out, **more))
+
+            words = (
+                "starter",
+                "--machines",
+                3,
+                "--addr",
+                hosts.address(0),
+                "--placement",
+                "even",
+                "--no-journal",
+                *flags,
             )
             begin = time.monotonic()
-            running.append(
-                subprocess.Popen(
-                    [*start, hosts.names[0], *words], env=environment, stdin=side, stdout=side, stderr=side
-                )
-            )
+            begin_on(0, words, environment, side, stdin=side)
             os.close(side)
             events, text, killed_s = [], "", None
             while True:
@@ -91,12 +100,9 @@ def record(model: Path) -> dict[str, Any]:
                 if joining is not None and len(running) == 1:
                     for i in (1, 2):
                         variables = {**environment, "XDG_CONFIG_HOME": f"{folder}/{i}"}
-                        words = command("join", *joining.groups(), "--cache-dir", f"{folder}/cache{i}")
-                        log = open(f"{folder}/{i}.log", "wb")  # noqa: SIM115 - the child's
-                        running.append(
-                            subprocess.Popen([*start, hosts.names[i], *words], env=variables, stdout=log, stderr=log)
-                        )
-                        log.close()
+                        with open(f"{folder}/{i}.log", "wb") as log:
+                            words = ("join", *joining.groups(), "--cache-dir", f"{folder}/cache{i}")
+                            begin_on(i, words, variables, log.fileno())
                 written = text.partition("\n" + PROMPT)[2]
                 if killed_s is None and len(written) > KILL_AFTER:
                     running[1].send_signal(signal.SIGKILL)

@@ -31,11 +31,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import on_path
 from records import add_json_flag, save
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
 
 PROMPT = [1, 5, 9, 40]
 LAYERS = (0, 2, 2, 2, 2)  # of the starter and four stages, as 8, 7, 8, 7 in the paper
@@ -246,7 +245,7 @@ def summary(rows: list[Row], without_s: float, rates: list[float], n_tokens: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ckpt", type=Path, default=ROOT / "assets" / "nano-llama", help="(%(default)s)")
+    parser.add_argument("--ckpt", type=Path, default=on_path.ROOT / "assets" / "nano-llama", help="(%(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="(%(default)s)")
     parser.add_argument("--rates", default="0,1e-4,1e-3,1e-2,5e-2", help="(%(default)s)")
     parser.add_argument("--repeat", type=int, default=3, help="texts of each way and rate (%(default)s)")
@@ -260,13 +259,10 @@ def main() -> None:
     rows, without_s = measure(args, rates)
     lines = summary(rows, without_s, rates, args.tokens)
     for line in lines:
-        left = "not measured" if line["left"] is None else f"{line['left']:.3f}"
-        cost = "" if line["s_per_failure"] is None else f", {1e3 * line['s_per_failure']:.1f} ms per failure"
-        print(f"{line['way']:9} p {line['rate']:<7g} {line['texts']:3} texts, {line['failures']:3} failures: {left}, "
-              f"computed {line['computed']:.3g}{cost}")  # fmt: skip
+        print(line)
     plain = [row.seconds / args.tokens for row in rows if not row.rate]
-    print(f"without failures: {1e3 * statistics.median(plain):.2f} ms per token; all texts the same: "
-          f"{all(row.is_same for row in rows)}")  # fmt: skip
+    is_same = all(row.is_same for row in rows)
+    print(f"without failures: {1e3 * statistics.median(plain):.2f} ms per token; all texts the same: {is_same}")
     settings = {"model": args.ckpt.name, "tokens": args.tokens, "seed": args.seed}
     save(args.json, {**settings, "no_cache_s": without_s, "lines": lines, "texts": [asdict(row) for row in rows]})
 

@@ -29,11 +29,8 @@ from mdi.checkpoint.shapes import read_config
 from mdi.engine.rows import BlockInt8, RowFloat16
 from mdi.engine.sequence import wait_for_event
 from mdi.kernels.layout import pack, unpack
-from mdi.run.nodes import GivenNodes
-from mdi.run.run import Run
-from mdi.spec.cluster import standalone
-from mdi.spec.options import StarterOptions
 from records import ROOT, add_json_flag, save
+from rings import opened
 
 N_TOKENS, ROWS, N_CALLS = 640, (1, 64), 200
 NF4 = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0,
@@ -45,8 +42,7 @@ def rows_of(path: Path) -> np.ndarray:
     """Rows between blocks of a run, float32 (2, N_TOKENS, width)."""
     n_layer = read_config(path / "model_config.yaml").n_layer
     pieces: list[np.ndarray] = []
-    options = StarterOptions(ckpt=path, prompt_style="none", placement="even", draft="none")
-    with Run(GivenNodes(standalone()), options, N_TOKENS + 1, n_texts=1, taps=(n_layer // 3, 2 * n_layer // 3)) as run:
+    with opened(path, N_TOKENS + 1, 1, taps=(n_layer // 3, 2 * n_layer // 3), placement="even") as run:
         ids = run.model.codec.encode_prompt((ROOT / "docs" / "architecture.md").read_text())[:N_TOKENS]
         request = run.submit_rows(ids, 0, lambda first, rows: pieces.append(rows[1:].copy()))
         while wait_for_event(request.events).finish_reason is None:

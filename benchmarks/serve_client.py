@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import selectors
 import signal
 import socket
@@ -126,6 +127,27 @@ def answering(command: list[str]) -> Iterator[tuple[int, subprocess.Popen[bytes]
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one process has of the system."""
+
+    rss_bytes: int
+    threads: int
+    sockets: int
+    files: int
+
+    @classmethod
+    def of(cls, pid: int) -> Held:
+        import psutil
+
+        process, names = psutil.Process(pid), list[str]()
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the one that the listing itself had is closed again
+                names.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+        n_sockets = sum(name.startswith("socket:") for name in names)
+        return cls(process.memory_info().rss, process.num_threads(), n_sockets, len(names) - n_sockets)
 
 
 def rss_bytes(process: subprocess.Popen[bytes]) -> int:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from records import add_json_flag, parsed, save, told
+from rings import asked
 from serve_client import HOST, SRC, Answer, answering, complete, complete_cheaply, p95, rss_bytes, serving
 
 
@@ -50,19 +51,14 @@ def clients(args: argparse.Namespace) -> dict[str, Any]:
             taken = time.perf_counter() - begin
             whole = [a for a in answers if a.n_tokens == args.tokens]  # one that ended early says little of its rate
             rates = [a.n_tokens / (a.times[-1] - a.begin) for a in whole]
-            rounds.append(
-                {
-                    "errors": [a.error for a in answers if a.error][:3],
-                    "n_errors": sum(bool(a.error) for a in answers),
-                    "tokens_s": sum(a.n_tokens for a in answers) / taken,
-                    "fastest_over_slowest": max(rates) / min(rates),
-                    "first_token_p50_s": statistics.median(a.first_s for a in answers if not a.error),
-                    "first_token_most_s": max(a.first_s for a in answers if not a.error),
-                    "gap_p95_s": p95([gap for a in answers for gap in a.gaps]),
-                    "rss_before_mb": before / 1e6,
-                    "rss_after_mb": rss_bytes(process) / 1e6,
-                }
-            )
+            firsts = [a.first_s for a in answers if not a.error]
+            rounds.append({
+                "errors": [a.error for a in answers if a.error][:3], "n_errors": sum(bool(a.error) for a in answers),
+                "tokens_s": sum(a.n_tokens for a in answers) / taken, "fastest_over_slowest": max(rates) / min(rates),
+                "first_token_p50_s": statistics.median(firsts), "first_token_most_s": max(firsts),
+                "gap_p95_s": p95([gap for a in answers for gap in a.gaps]),
+                "rss_before_mb": before / 1e6, "rss_after_mb": rss_bytes(process) / 1e6,
+            })  # fmt: skip
             print(json.dumps(rounds[-1]), flush=True)
         again = [await complete(port, body(i)) for i in range(args.n)]
         n_other = sum(a.text != b.text for a, b in zip(again, answers, strict=True))
@@ -87,14 +83,12 @@ def texts(args: argparse.Namespace) -> dict[str, Any]:
     body = {"max_tokens": args.tokens, "temperature": 0}
 
     def command() -> float:
-        flags = [f for prompt in prompts for f in ("--prompt", prompt)]
-        run = [sys.executable, str(SRC / "local_ring.py"), "--ckpt", str(args.ckpt), "--nodes", str(args.nodes)]
-        run += [
-            *flags, "--n-samples", str(args.n), "--n-tokens", str(args.tokens), "--temperature", "0", "--prompt-style", "none",
-            "--draft", "none", "--json", *args.flags,
-        ]  # fmt: skip
-        done = json.loads(subprocess.run(run, capture_output=True, check=True).stdout)
-        return float(done["tokens_per_s"])
+        asked_for = [word for prompt in prompts for word in ("--prompt", prompt)]
+        found, _ = asked(
+            "local-ring", "--ckpt", args.ckpt, "--nodes", args.nodes, *asked_for, "--n-samples", args.n, "--n-tokens",
+            args.tokens, "--temperature", 0, "--prompt-style", "none", "--draft", "none", *args.flags,
+        )  # fmt: skip
+        return float(found["tokens_per_s"])
 
     def ask(port: int) -> float:
         begin = time.perf_counter()
@@ -140,12 +134,8 @@ def turns(args: argparse.Namespace) -> dict[str, Any]:
 def prompt(args: argparse.Namespace) -> dict[str, Any]:
     async def run(port: int) -> dict[str, Any]:
         def body(i: int) -> dict[str, Any]:
-            return {
-                "prompt": [5 + i, 6, 7],
-                "max_tokens": args.tokens,
-                "temperature": 0,
-                "logprobs": 0,  # an event for each token, also for one that is no text
-            }
+            # An event for each token, also for one that is no text.
+            return {"prompt": [5 + i, 6, 7], "max_tokens": args.tokens, "temperature": 0, "logprobs": 0}
 
         rest = asyncio.gather(*(complete(port, body(i)) for i in range(args.n)))
         alone = await rest

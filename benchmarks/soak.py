@@ -28,20 +28,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from endurance import Held
 from records import add_json_flag, parsed, save, told
-from serve_client import HOST, SRC, complete, request, serving
+from rings import opened
+from serve_client import HOST, SRC, Held, complete, request, serving
 
 PROMPTS = (
-    "ROMEO:",
-    "JULIET:",
-    "First Citizen:",
-    "KING RICHARD:",
-    "Enter the DUKE",
-    "What say you, my lord?",
-    "O,",
-    "And then",
-)
+    "ROMEO:", "JULIET:", "First Citizen:", "KING RICHARD:", "Enter the DUKE", "What say you, my lord?", "O,", "And then",
+)  # fmt: skip
 FORMAT = "float32"  # in which one node alone gives the same tokens
 PAUSE_S = 30.0  # between two counts
 QUIET_S = 20.0  # that texts may take to leave when nobody asks any more
@@ -126,19 +119,9 @@ class Tally:
 def pool(ckpt: Path, n_tokens: int) -> list[tuple[dict[str, Any], str]]:
     """Requests with the texts that one node alone gives; second turns and a long prompt among them."""
     from mdi.engine.sequence import SamplingParams, seed_of
-    from mdi.run.nodes import GivenNodes
-    from mdi.run.run import Run
-    from mdi.spec.cluster import standalone
-    from mdi.spec.options import StarterOptions
 
-    node = Run(
-        GivenNodes(standalone()),
-        StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", draft="none", quantize=FORMAT),
-        1000,
-    )
     found: list[tuple[dict[str, Any], str]] = []
-    try:
-        node.open()
+    with opened(ckpt, 1000, quantize=FORMAT) as node:
 
         def add(prompt: str, settings: dict[str, Any], seed: int) -> str:
             params = SamplingParams(n_tokens, seed=seed_of(seed, 0), eos_ids=node.model.codec.eos_ids, **settings)
@@ -151,8 +134,6 @@ def pool(ckpt: Path, n_tokens: int) -> list[tuple[dict[str, Any], str]]:
             for settings in SETTINGS:
                 add(prompt + add(prompt, settings, seed) + "\n", settings, seed)
         add(" ".join(f"{i}. {PROMPTS[i % len(PROMPTS)]}" for i in range(60)), SETTINGS[0], 0)
-        node.close()
-    finally:
         node.close()
     return found
 
@@ -246,17 +227,16 @@ class Client:
         await self._close(writer, abrupt=True)
 
     async def nonsense(self) -> None:
-        bodies = [
+        bodies = (
             {"prompt": {}},
             {"prompt": [-1]},
             {"temperature": "hot"},
             {"n": 10**9},
             {"stop": [[]]},
             {"model": "gpt-4"},
-        ]
-        data = self._chance.choice(
-            [request(body) for body in bodies] + [b"\x16\x03\x01\r\n\r\n", b"GET /" + b"x" * 9000 + b"\r\n\r\n"]
         )
+        others = (b"\x16\x03\x01\r\n\r\n", b"GET /" + b"x" * 9000 + b"\r\n\r\n")
+        data = self._chance.choice([*map(request, bodies), *others])
         status, _ = await self._ask(data)
         if not 400 <= status < 500:
             self._tally.lost.append(f"nonsense was answered with {status}")

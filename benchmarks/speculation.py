@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 
 import on_path
-from guessing_model import best, learned_speed
+from guessing_model import Oracle, best, learned_speed
 from mdi.cancel import Cancel
 from mdi.checkpoint.packing import Packing
 from mdi.checkpoint.parts import stage_parts
@@ -54,18 +54,17 @@ from mdi.engine.starter import StarterEngine
 from mdi.model.plain import spec_of
 from mdi.net.ring import LoopbackRing
 from mdi.net.wire import Frame
-from mdi.run.local import LocalRing
-from mdi.run.nodes import GivenNodes, OwnProcesses
 from mdi.run.run import Run
-from mdi.spec.cluster import standalone
-from mdi.spec.options import StarterOptions, WeightMemory
+from mdi.spec.options import WeightMemory
 from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.building import WeightPlacer, kernel_weights
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.stages.model_family import ModelFamily
 from records import save, told
+from rings import opened
 
 DRAFT = on_path.ROOT / "assets" / "nano-llama-draft"
+PROCESSES = 4  # rings of the oracle at the same time; they mostly wait
 LONG_TEXT = 8000  # tokens in simulated time: few wrong guesses decide about a short text
 
 SCHEMA = {
@@ -113,22 +112,16 @@ class WaitingRing(LoopbackRing):
         return frame
 
 
-class Oracle:
-    """The tokens of a known text, some of them wrong."""
+class Known(Oracle):
+    """Guesses of a known text, of which it is known which are right."""
 
     def __init__(self, truth: Sequence[int], n_prompt: int, is_right: Sequence[bool]) -> None:
+        super().__init__(truth, n_prompt, 1.0, 0)
         self._guesses = [token if right else token ^ 1 for token, right in zip(truth, is_right, strict=True)]
-        self._n_prompt = n_prompt
-
-    def learn(self, ids: list[int]) -> bool:
-        return True
 
     def propose(self, ids: list[int], n: int) -> list[int]:
         begin = len(ids) - self._n_prompt
         return self._guesses[begin : begin + n]
-
-    def close(self) -> None:
-        """Nothing is kept."""
 
 
 def chances(p: float, n: int) -> list[bool]:
@@ -169,7 +162,7 @@ class OracleSpeculation(Speculation):
 
     def begin(self, text: Any, constraint: Constraint | None) -> None:
         super().begin(text, constraint)
-        self.texts[text.seq_id].sources["lookup"] = Oracle(self._truth, text.n_prompt, self._is_right)
+        self.texts[text.seq_id].sources["lookup"] = Known(self._truth, text.n_prompt, self._is_right)
 
 
 class Model:
@@ -227,19 +220,12 @@ def compare(
     return row
 
 
-def speed_of(
-    run: Run, prompts: Sequence[Sequence[int]], params: SamplingParams, is_cpu: bool = False
-) -> tuple[float, list[list[int]]]:
-    """Tokens per second of texts together, from the first token to the last, or of this process's time of the cores; and the
-    texts.
-    """
-    begin = time.process_time()
+def speed_of(run: Run, prompts: Sequence[Sequence[int]], params: SamplingParams) -> tuple[float, list[list[int]]]:
+    """Tokens per second of texts together, from the first token to the last; and the texts."""
     requests = [run.engine.submit(ids, replace(params, seed=i)) for i, ids in enumerate(prompts)]
     found = [[event for event in request if event.tokens] for request in requests]
     times = [event.time_s for events in found for event in events]
     texts = [[token for event in events for token in event.tokens] for events in found]
-    if is_cpu:
-        return sum(map(len, texts)) / (time.process_time() - begin), texts
     return (sum(map(len, texts)) - len(texts)) / (max(times) - min(times)), texts
 
 
@@ -255,14 +241,9 @@ def measure_never(
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         temperature = options.pop("temperature", 1.0)
-        fields = {"prompt_style": "none", "device": "cpu", "dtype": "float32", "draft": "auto", **options}
-        made = StarterOptions(ckpt=args.ckpt, cache_dir=Path(folder), **fields)
-        nodes = GivenNodes(standalone()) if n_nodes == 1 else OwnProcesses(
-            lambda: LocalRing(n_nodes, None, 1, args.ckpt, False, False), lambda ring: ring.cluster
-        )  # fmt: skip
-        stack.enter_context(nodes)
-        run = stack.enter_context(Run(nodes, made, args.n_tokens, n_texts=n_texts))
-        guessing = run.engine.speculation if args.never_draft == "auto" else None
+        fields = {"dtype": "float32", "draft": "auto", "cache_dir": Path(folder), **options}
+        run = stack.enter_context(opened(args.ckpt, args.n_tokens, n_texts, n_nodes, **fields))
+        guessing = run.engine.speculation
         ratios, plain_s = [], []
         for round_ in range(-1, n_rounds):
             params = SamplingParams(args.n_tokens, temperature=temperature, top_k=None)
@@ -272,7 +253,7 @@ def measure_never(
                 texts = []
                 for is_guessed in (False, True) if piece % 2 else (True, False):
                     run.engine.speculation = guessing if is_guessed else None
-                    speed, found = speed_of(run, prompts, params, args.never_clock == "cpu")
+                    speed, found = speed_of(run, prompts, params)
                     speeds[is_guessed].append(speed)
                     texts.append(found)
                 assert texts[0] == texts[1], f"{name}: another text"
@@ -399,22 +380,12 @@ def main() -> None:
     parser.add_argument("--never", nargs="+", choices=list(NEVER), help="of its cases, these (all)")
     parser.add_argument("--never-rounds", type=int, default=10)
     parser.add_argument("--never-texts", type=int, default=7, help="of each way, in a round (%(default)s)")
-    parser.add_argument(
-        "--never-draft", choices=("auto", "none"), default="auto", help="none: how much two runs scatter"
-    )
-    parser.add_argument(
-        "--never-clock", choices=("wall", "cpu"), default="wall",
-        help="cpu: tokens by the cores' time that the starter took, where other programs run; with OMP_NUM_THREADS=1",
-    )  # fmt: skip
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--links-ms", type=float, nargs="+", default=[0, 2, 10])
     parser.add_argument("--p", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9])
     parser.add_argument("--rows", type=int, default=4, help="rows of a frame, at most")
     parser.add_argument("--stage-ms", type=float, default=16.0)
     parser.add_argument("--row-price", type=float, default=0.1, help="of each further row, as a part of one")
-    parser.add_argument(
-        "--processes", type=int, default=4, help="rings of the oracle at the same time; they mostly wait"
-    )
     parser.add_argument("--n-tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--short", action="store_true")
@@ -438,48 +409,41 @@ def main() -> None:
             add(row)
     if "oracle" in args.case:
         rings = [(n, link_ms) for n in args.nodes for link_ms in (args.links_ms if n > 1 else [0.0])]
-        with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
             for found in pool.map(partial(oracle, args), rings):
                 for row in found:
                     add(row)
+
+    def both(name: str, params: SamplingParams, n: int, t: float, make: Callable[[], Speculation], **more: Any) -> None:
+        add(
+            compare(
+                name, model, params, n, lambda: WaitingRing(n, t, 0.0, price), args.rounds, lambda _: make(), **more
+            )
+        )
+
     if "draft" in args.case:
         draft = Model(args.draft, args.format)
         for temperature in (0.0, 0.8):
-            params = SamplingParams(args.n_tokens, temperature=temperature, top_k=200, seed=3)
-            for name, n_nodes, t in (("3 nodes, stages of 8 ms", 3, 0.008), ("1 node, no wait", 1, 0.0)):
-                add(
-                    compare(
-                        f"draft, {name}, temperature {temperature:g}", model, params, n_nodes,
-                        lambda n=n_nodes, t=t: WaitingRing(n, t, 0.0, price), args.rounds,  # type: ignore[misc]
-                        lambda _: Speculation(args.rows, DraftModel(draft.stage, ArrayRows(), draft.length)),
-                    )
-                )  # fmt: skip
+            params = replace(sampled, temperature=temperature)
+            for name, n, t in (("3 nodes, stages of 8 ms", 3, 0.008), ("1 node, no wait", 1, 0.0)):
+                both(f"draft, {name}, temperature {temperature:g}", params, n, t,
+                     lambda: Speculation(args.rows, DraftModel(draft.stage, ArrayRows(), draft.length)))  # fmt: skip
     if "copy" in args.case:
         text = model.codec.encode((args.ckpt / "README.md").read_text(encoding="utf-8"))[: args.n_tokens]
         edited = [
             token if i % 40 else (token + 7) % 1000 for i, token in enumerate(text)
         ]  # a word in thirty is another one
-        for n_nodes in (1, 4):
-            add(
-                compare(
-                    f"copy, {n_nodes} nodes", model, SamplingParams(len(text), temperature=0), n_nodes,
-                    lambda n=n_nodes: WaitingRing(n, args.stage_ms / 1000, 0.0, price), args.rounds,  # type: ignore[misc]
-                    lambda _: Speculation(args.rows, kinds=frozenset({"lookup"})),
-                    lambda: Copying(edited, model.config.padded_vocab_size), text,
-                )
-            )  # fmt: skip
+        for n in (1, 4):
+            both(f"copy, {n} nodes", SamplingParams(len(text), temperature=0), n, args.stage_ms / 1000,
+                 lambda: Speculation(args.rows, kinds=frozenset({"lookup"})), prompt=text,
+                 constraint=lambda: Copying(edited, model.config.padded_vocab_size))  # fmt: skip
     if "schema" in args.case:
         from mdi.serve.grammar import GrammarSource
 
         source = GrammarSource(args.ckpt, model.codec.eos_ids, model.config.padded_vocab_size)
-        for n_nodes in (1, 4):
-            add(
-                compare(
-                    f"schema, {n_nodes} nodes", model, sampled, n_nodes,
-                    lambda n=n_nodes: WaitingRing(n, args.stage_ms / 1000, 0.0, price), args.rounds,  # type: ignore[misc]
-                    lambda _: Speculation(args.rows), lambda: source.constraint({"schema": SCHEMA}),
-                )
-            )  # fmt: skip
+        for n in (1, 4):
+            both(f"schema, {n} nodes", sampled, n, args.stage_ms / 1000, lambda: Speculation(args.rows),
+                 constraint=lambda: source.constraint({"schema": SCHEMA}))  # fmt: skip
     if "never" in args.case:
         for name, (n_texts, n_nodes, options) in NEVER.items():
             if name in (args.never or NEVER):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How well nodes that come and go share out a model's blocks: simulated with the functions that `mdi join --model` uses.
 
-    swarm.py                        Petals' appendix E (Borzunov et al. 2023), one day, and 1,000 nodes
+    swarm.py                        Petals' appendix E (Borzunov et al. 2023), one day
     swarm.py --short                an hour of it, in seconds
     swarm.py --out results.json     keep the numbers, for draw_figures.py
 
@@ -10,8 +10,6 @@ Appendix E: 206 servers with t ~ U[0, 100] tokens/s for b ~ U[1, 10] of 70 block
 
 The bound is the best that linear programming gives if servers may divide their time between spans: no more than the mean speed
 of all blocks, sum(t b) / 70. A real assignment cannot always reach it, above all with few servers.
-
-With 1,000 nodes a move takes its time: a node serves nothing while it loads blocks.
 """
 
 from __future__ import annotations
@@ -20,20 +18,17 @@ import argparse
 import math
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
-
-from mdi.placement.balance import Served, moved, plan, speeds, weakest_span  # noqa: E402
-from records import save  # noqa: E402
+import on_path  # noqa: F401
+from mdi.placement.balance import Served, moved, plan, speeds, weakest_span
+from records import save
 
 N_LAYER, N_SERVERS, MINUTES = 70, 206, 24 * 60
 MARGINS = (0.01, 0.2)
@@ -198,68 +193,18 @@ def figure_two(day: Day) -> dict[str, Outcome]:
     return found
 
 
-STEP_S, LOOK_S, STAY_S = 10, 60, 7200.0  # of the simulation of many nodes
-
-
-def large(n_nodes: int, minutes: int, seed: int, margin: float, n_layer: int = 80) -> dict[str, Any]:
-    """Many nodes, each of which stays for STAY_S on average. At half time all that serve a certain block leave.
-
-    A block takes LOAD_S to be loaded, and a node that loads serves nothing. Moves are looked for every LOOK_S.
-    """
-    rng = random.Random(seed)
-    nodes: list[Served] = []
-    ready_s: dict[str, float] = {}  # when a node has loaded its blocks
-    n_loaded, lost, lost_s, restored_s = 0, -1, minutes * 30, float("inf")
-    shares, plan_s = [], []
-    for now in range(0, minutes * 60, STEP_S):
-        nodes = [node for node in nodes if rng.random() < 1 - STEP_S / STAY_S]
-        if now == lost_s:
-            lost = rng.randrange(n_layer)
-            nodes = [node for node in nodes if not node.start <= lost < node.start + node.n_blocks]
-        for _ in range(n_nodes - len(nodes) if now < lost_s else 0):
-            n_blocks = rng.randint(1, 10)
-            start = weakest_span(speeds(nodes, n_layer), n_blocks)
-            nodes.append(Served(f"{len(ready_s):06d}", rng.uniform(0, 100), start, n_blocks))
-            ready_s[nodes[-1].name] = now + n_blocks * LOAD_S if now else 0.0
-        if now % LOOK_S == 0:
-            begin = time.monotonic()
-            after = moved(nodes, plan(nodes, n_layer, margin, 20))
-            plan_s.append(time.monotonic() - begin)
-            for old, new in zip(nodes, after, strict=True):
-                if (more := min(abs(new.start - old.start), new.n_blocks)) > 0:
-                    n_loaded += more
-                    ready_s[new.name] = now + more * LOAD_S
-            nodes = after
-        served = speeds([node for node in nodes if ready_s[node.name] <= now], n_layer)
-        shares.append(float(served.min()) / (sum(node.speed * node.n_blocks for node in nodes) / n_layer))
-        if lost >= 0 and served[lost] > 0:
-            restored_s = min(restored_s, now - lost_s)
-    found = {
-        "nodes": n_nodes, "minutes": minutes, "margin": margin, "median": statistics.median(shares),
-        "zero": shares.count(0.0) / len(shares),
-        "moved_blocks_per_hour": n_loaded / minutes * 60, "restored_s": restored_s, "plan_s": statistics.median(plan_s),
-    }  # fmt: skip
-    print(", ".join(f"{name} {value:.4g}" for name, value in found.items()))
-    return found
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--nodes", type=int, default=1000, help="of the second simulation; 0: without")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     found = figure_two(appendix_e(options.seed, 60 if options.short else MINUTES))
-    n_nodes, minutes = (100, 20) if options.short else (options.nodes, 120)
-    many = [large(n_nodes, minutes, options.seed, margin) for margin in (0.2, 0.1) if options.nodes]
     if options.out is not None:
         curves = {name: [round(x, 1) for x in one.throughput[::5]] for name, one in found.items()}
         curves["bound"] = [round(x, 1) for x in next(iter(found.values())).bound[::5]]
-        data = {"figure": {n: one.summary() for n, one in found.items()}, "curves": curves, "large": many}
-        save(options.out, data)
-    return 0
+        save(options.out, {"figure": {n: one.summary() for n, one in found.items()}, "curves": curves})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,13 +12,12 @@
         TPI-LLM's figure 5: each of these times over links of each of these rates; --laptops has the links of its table 7
 
 CHUNK is a starter's chunk for one node (prepare_model.py MODEL --n-nodes 1 --quantize int8). Each process is kept on one core,
-unless --unbound; one node with --threads 2 has all cores. The times are those of the first node: embedding, all blocks, head.
+but in some of the ways of two cores. The times are those of the first node: embedding, all blocks, head.
 With --wait-ms each half of a block ends when its share of that time is over, however many rows it has, and the sum follows.
 The blocks are computed, too, which has to be a small part of the time; the head does not wait.
-Prints one JSON object per line. Of the sums of decoding it has the mean and the median that the first node took, and the median
-from the moment when the last node began (sum_after_last_us). read_gb_s is how fast each process reads its packed weights while
-all of them do, before the tokens and after them; weights_gb_s is what a token of median time reads of all weights. After a
-run of one node, expected_ms is what the cost model says by that run and the measured links.
+Prints one JSON object per line. Of the sums of decoding it has the mean and the median that the first node took. read_gb_s is
+how fast each process reads its packed weights while all of them do, before the tokens and after them; weights_gb_s is what a
+token of median time reads of all weights.
 """
 
 from __future__ import annotations
@@ -32,33 +31,27 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import numpy as np
 
-from link_speed import agree_on_speed  # noqa: E402
+import on_path  # noqa: F401
+from link_speed import agree_on_speed
 from mdi.checkpoint.chunks import ChunkFile
 from mdi.checkpoint.packing import PartWeights
 from mdi.kernels.layout import Matrix
 from mdi.kernels.library import instruction_set
 from mdi.kernels.slices import Slice
 from mdi.model.plain import spec_of
-from mdi.placement.cost import CostModel
-from mdi.placement.model import Workload, model_shape
-from mdi.placement.profile import ClusterProfile, LinkProfile, boards
-from mdi.placement.tensor_plan import plan_tensor
 from mdi.stages.kernel_stage import KernelStage, Resident
 from mdi.tensor.mesh import Mesh, Tally
 from mdi.tensor.shard_blocks import GroupSum
 from mdi.tensor.shard_source import ShardSource
 from mdi.tensor.shares import Share, share_out
 from mdi.tensor.sums import AllReduce, Numbers
-from packed_reading import read_packed
 from records import save
 from ring.quota import SHORTEST_US, Quotas
 from slow_hosts import SlowHosts
@@ -150,7 +143,7 @@ class Node:
         is_busy = args.quota is None and n + (hosts is not None) <= args.cores
         self.mesh: Mesh = connected(rank, meeting, is_busy, way.is_sealed)
         self.speed = agree_on_speed(self.mesh)
-        self.group = AllReduce(self.mesh, args.reduce, Numbers(args.reduce_dtype))
+        self.group = AllReduce(self.mesh, "auto", Numbers("float32"))
         place.join("all nodes", self.group)
         self.stage.prepare(args.prompt + args.tokens + 1, 1 << 30)
         self.first = self.stage.ends
@@ -182,6 +175,31 @@ class Node:
         return read_packed(self.matrices, self._n_threads, READ_TIMES) / 1e9
 
 
+def read_packed(matrices: Sequence[Matrix], n_threads: int, n_times: int = 8) -> float:
+    """Bytes per second of all packed pages, of so many times the best.
+
+    Each thread has a range of the panels of each matrix, as in the kernels.
+    """
+    pieces: list[list[np.ndarray]] = [[] for _ in range(n_threads)]
+    for matrix in matrices:
+        words = matrix.data.reshape(-1).view(np.uint8)
+        words = words[: words.size // 64 * 64].view(np.int64)
+        for thread, piece in enumerate(np.array_split(words, n_threads)):
+            pieces[thread].append(piece)
+
+    def read(own: list[np.ndarray]) -> None:
+        for piece in own:
+            piece.max()
+
+    best_s = float("inf")
+    with ThreadPoolExecutor(n_threads) as pool:
+        for _ in range(n_times):
+            begin = time.perf_counter()
+            list(pool.map(read, pieces))
+            best_s = min(best_s, time.perf_counter() - begin)
+    return sum(matrix.data.nbytes for matrix in matrices) / best_s
+
+
 def measure(rank: int, way: Way, args: argparse.Namespace, hosts: SlowHosts | None, meeting: Meeting) -> list[Result]:
     cores = sorted(os.sched_getaffinity(0))
     args.cores = len(cores)
@@ -210,7 +228,7 @@ def measure(rank: int, way: Way, args: argparse.Namespace, hosts: SlowHosts | No
     read.append(node.read_gb_s())
     quotas.close()
     n_bytes = sum(matrix.data.nbytes for matrix in node.matrices)
-    told = {"spans": list(tally.spans), "read_gb_s": read, "bytes": n_bytes}
+    told = {"read_gb_s": read, "bytes": n_bytes}
     file_of(args.folder, rank).write_text(json.dumps(told))
     return [{
         "nodes": way.nodes, "threads": way.threads, "bound": is_bound, "key": node.mesh.is_sealed, "wait_ms": args.wait_ms,
@@ -245,33 +263,10 @@ def measured(way: Way, args: argparse.Namespace) -> Result:
             hosts.close()
     told = [json.loads(file_of(args.folder, rank).read_text()) for rank in range(way.nodes)]
     return {
-        **result, "sum_after_last_us": after_last_us([one["spans"] for one in told]),
+        **result,
         "read_gb_s": [[round(rate, 1) for rate in one["read_gb_s"]] for one in told],
         "weights_gb_s": round(1e-6 * sum(one["bytes"] for one in told) / result["median_ms"], 1),
     }  # fmt: skip
-
-
-def after_last_us(spans: list[list[list[float]]]) -> float:
-    """Median time of a sum from the moment when the last of its nodes began it, until all have it."""
-    if len(spans) == 1:
-        return 0.0
-    of_all = np.array(spans)
-    return round(1e6 * float(np.median(of_all[:, :, 1].max(0) - of_all[:, :, 0].max(0))), 1)
-
-
-def expected_ms(args: argparse.Namespace, one: Result, n: int, link: Mapping[str, float]) -> float:
-    """Of a token on n nodes like the one that was measured, by the model of costs."""
-    source = ChunkFile(args.chunk)
-    assert source.packing is not None
-    shape = model_shape(source.config, source.packing.blocks)
-    head_s = one["head_ms"] / 1e3
-    block_s = (one["token_ms"] / 1e3 - head_s) / shape.n_layer
-    names = [f"node{rank}" for rank in range(n)]
-    node = replace(boards().nodes[0], block_s=((1, block_s),), head_s=((1, head_s),), memory_bytes=1 << 40)
-    nodes = tuple(replace(node, name=name) for name in names)
-    links = tuple(LinkProfile(a, b, 2 * link["delay_s"], link["bytes_s"]) for a in names for b in names if a != b)
-    cost = CostModel(ClusterProfile(nodes, links, "", "", shape.format), shape, Workload(1, args.prompt + args.tokens))
-    return round(1e3 * plan_tensor(cost, is_head_shared=args.head == "shared").token_s, 2)
 
 
 def ways_of(args: argparse.Namespace) -> list[Way]:
@@ -279,10 +274,7 @@ def ways_of(args: argparse.Namespace) -> list[Way]:
     if args.rounds and args.nodes is None:
         ways = list(TWO_CORES)
     else:
-        ways = [
-            Way(f"{n} nodes" if n > 1 else "one node", n, args.threads if n == 1 else 1, args.unbound)
-            for n in args.nodes or (1, 2)
-        ]
+        ways = [Way(f"{n} nodes" if n > 1 else "one node", n) for n in args.nodes or (1, 2)]
     sealed = {way: replace(way, name=f"{way.name}, with a key", is_sealed=True) for way in ways if way.nodes > 1}
     return [each for way in ways for each in (way, *([sealed[way]] if args.key and way in sealed else []))]
 
@@ -322,8 +314,7 @@ def one_after_the_other(args: argparse.Namespace) -> Iterator[Result]:
         if way.nodes > 1 or one is None or one["wait_ms"] != wait_ms:  # one node has no links
             result = measured(way, args)
             one = result if way.nodes == 1 else one
-            expected = {} if one is None else {"expected_ms": expected_ms(args, one, way.nodes, result["link"])}
-            yield {**result, **expected}
+            yield result
 
 
 def parsed() -> argparse.Namespace:
@@ -333,13 +324,7 @@ def parsed() -> argparse.Namespace:
         "--rounds", type=int, help="take turns, so many times; without --nodes: one node and two on two cores"
     )
     parser.add_argument("--nodes", type=int, nargs="+", help="(1 2); the first is what the others are compared with")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="of one node alone; two and more have one each (%(default)s)"
-    )
-    parser.add_argument("--unbound", action="store_true", help="let the system choose the cores of the processes")
     parser.add_argument("--head", choices=("starter", "shared"), default="starter")
-    parser.add_argument("--reduce", default="auto")
-    parser.add_argument("--reduce-dtype", default="float32")
     parser.add_argument("--key", action="store_true", help="measure sums with a cluster key, too")
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=16)

@@ -13,22 +13,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
-import signal
 import socket
-import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 import numpy as np
 
-from link_speed import agree_on_speed  # noqa: E402
+import on_path  # noqa: F401
+from link_speed import agree_on_speed
 from mdi.net.keys import SealedSession, has_fast_aes
 from mdi.placement.cost import seconds
 from mdi.spec.options import DEFAULT_SUM, SUMS
@@ -39,7 +36,6 @@ from slow_hosts import SlowHosts
 
 Result = dict[str, Any]
 PORT = 17320  # on hosts of their own; below those that systems give to connections
-WAIT_S = 0.1  # between two looks at processes, which should not be disturbed
 
 
 class Meeting:
@@ -111,8 +107,6 @@ def measure(
     rank: int, n: int, args: argparse.Namespace, hosts: SlowHosts | None, meeting: Meeting, delay_ms: float
 ) -> list[Result]:
     cores = sorted(os.sched_getaffinity(0))
-    if args.pin:
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     if hosts is not None:
         hosts.enter(rank)
     mesh = connected(rank, meeting, is_busy=n + (hosts is not None) <= len(cores))
@@ -147,45 +141,27 @@ def in_forks(n: int, work: Callable[[int], list[Result]]) -> list[Result]:
     Raises:
         SystemExit: one of them failed, and has told why; the others are ended, as they would wait for it.
     """
-    children = []
-    with tempfile.TemporaryFile("w+") as told:
-        for rank in range(n):
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    found = work(rank)
-                    if rank == 0:
-                        told.write("\n".join(map(json.dumps, found)))
-                        told.flush()
-                    status = 0
-                except BaseException:  # told here: nobody above this process would
-                    traceback.print_exc()
-                finally:
-                    os._exit(status)
-            children.append(child)
-        if not all_end_well(children):
-            raise SystemExit(1)
-        told.seek(0)
-        lines = told.read().splitlines()
-    return [json.loads(line) for line in lines]
+    fork, is_well = multiprocessing.get_context("fork"), True
+    told, its = fork.Pipe(duplex=False)
 
+    def one(rank: int) -> None:
+        found = work(rank)
+        if rank == 0:
+            its.send(found)  # a pipe holds it
 
-def all_end_well(children: list[int]) -> bool:
-    """Wait for processes; once one fails, the others are ended."""
-    waiting, is_well = set(children), True
-    while waiting:
-        for child in sorted(waiting):
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if not ended:
-                continue
-            waiting.remove(child)
-            if status and is_well:
-                is_well = False
-                for other in waiting:
-                    os.kill(other, signal.SIGTERM)
-        time.sleep(WAIT_S)
-    return is_well
+    children = [fork.Process(target=one, args=(rank,)) for rank in range(n)]
+    for child in children:
+        child.start()
+    while waiting := [child for child in children if child.is_alive()]:
+        connection.wait([child.sentinel for child in waiting])
+        if is_well and any(child.exitcode for child in children):
+            is_well = False
+            for child in children:
+                child.terminate()
+    if not is_well or any(child.exitcode for child in children):
+        raise SystemExit(1)
+    found: list[Result] = told.recv()
+    return found
 
 
 def main() -> None:
@@ -195,7 +171,6 @@ def main() -> None:
     parser.add_argument("--delays-ms", type=float, nargs="*", default=[])
     parser.add_argument("--turns", type=int, default=2000)
     parser.add_argument("--reduce-dtype", default="float32")
-    parser.add_argument("--pin", action="store_true", help="each process on one core")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the numbers are written")
     args = parser.parse_args()
     results = []

@@ -18,24 +18,21 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "old")]
-
-from records import LIMIT_BYTES, RESULTS, Usage, machine, rounded  # noqa: E402
-from thesis_case import Case, reference_ids, run_case, spawn_case  # noqa: E402
-from thesis_numbers import BY_KEY, MODELS, Model  # noqa: E402
+import on_path
+from records import LIMIT_BYTES, RESULTS, Usage, machine, rounded
+from rings import alone
+from thesis_case import Case, reference_ids, run_case
+from thesis_numbers import BY_KEY, MODELS, Model
 
 N_NODES = (1, 2, 3)
 MOST_POINTS = 100  # of a curve, behind its first tokens
 MOST_CHARACTERS = 200  # of a text
 GREEDY_TOKENS = 150  # more than a NanoGPT's context
-START_S = 12  # of a run, before its first token
 
 
 class Results:
@@ -47,20 +44,13 @@ class Results:
         if path.is_file():
             self.data = json.loads(path.read_text(encoding="utf-8"))
 
-    @property
-    def runs(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.data["runs"]
-        return found
+        self.runs: dict[str, Any] = self.data["runs"]
 
     def add(self, name: str, run: dict[str, Any]) -> None:
         self.runs[name] = run
-        self._write()
+        self.write()
 
-    def set_training(self, found: dict[str, Any]) -> None:
-        self.data["training"] = found
-        self._write()
-
-    def _write(self) -> None:
+    def write(self) -> None:
         from mdi.files import replacing
 
         for key in ("date", "machine") if self.runs else ():  # of the last run
@@ -85,26 +75,22 @@ def measure(args: argparse.Namespace, models: list[Model], results: Results) -> 
             is_done = results.runs.get(f"{model.key}/{n_nodes}", {}).get("asked") == n_tokens
             if args.again or not is_done:
                 todo.append((model, n_nodes, n_tokens))
-    clock = Clock([expected_s(*case) for case in todo])
     n_failed, begin = 0, time.monotonic()
     for i, (model, n_nodes, n_tokens) in enumerate(todo):
-        if time.monotonic() - begin + expected_s(model, n_nodes, n_tokens) > args.within:
+        if time.monotonic() - begin > args.within:
             print(f"no time for {model.title} on {n_nodes}", flush=True)
-            clock.skip()
             continue
         print(f"[{i + 1}/{len(todo)}] {model.title} on {n_nodes}, {n_tokens} tokens per sample", flush=True)
         try:
             ckpt = checkpoint_of(args, model, results)
-            clock.begin()
             run = measured_run(Case(model.key, str(ckpt), n_nodes, n_tokens, is_loopback=args.loopback))
-        except subprocess.SubprocessError as e:
+        except Exception as e:
             n_failed += 1
             told = f"failed: {str(e)[-60:]}"
         else:
             results.add(f"{model.key}/{n_nodes}", run)
             told = f"{run['n_tokens']} tokens, {run['n_tokens'] / run['points'][-1][0]:.2f}/s"
-        took_s, left_s = clock.end()
-        print(f"    {told}; {took_s:.0f} s, about {math.ceil(left_s / 60)} min left", flush=True)
+        print(f"    {told}", flush=True)
         is_last = i + 1 == len(todo) or todo[i + 1][0] is not model
         if is_last and not args.keep:
             shutil.rmtree(args.work_dir / model.key, ignore_errors=True)
@@ -122,7 +108,8 @@ def checkpoint_of(args: argparse.Namespace, model: Model, results: Results) -> P
     ckpt = trained_checkpoint(args.work_dir, n_steps)
     if results.data.get("training", {}).get("steps") != n_steps or "same" not in results.data["training"]:
         same = same_everywhere(model, ckpt, 40 if args.quick else GREEDY_TOKENS, args.loopback)
-        results.set_training({**training_result(ckpt), **same})
+        results.data["training"] = {**training_result(ckpt), **same}
+        results.write()
     return ckpt
 
 
@@ -132,7 +119,7 @@ def same_everywhere(model: Model, ckpt: Path, n_tokens: int, is_loopback: bool) 
     same = {}
     for n_nodes in N_NODES:
         case = Case(model.key, str(ckpt), n_nodes, n_tokens, is_greedy=True, is_loopback=is_loopback)
-        found = spawn_case(case)["ids"]
+        found = alone(run_case, case)["ids"]
         same[str(n_nodes)] = found == [expected]
         print(f"{model.title} on {n_nodes}, {n_tokens} tokens, greedy: "
               f"{'as' if same[str(n_nodes)] else 'NOT as'} the model alone", flush=True)  # fmt: skip
@@ -142,38 +129,11 @@ def same_everywhere(model: Model, ckpt: Path, n_tokens: int, is_loopback: bool) 
 def measured_run(case: Case) -> dict[str, Any]:
     """A run as it is kept: fewer points, the beginning of the first text, and what other programs took meanwhile."""
     begin = Usage.now()
-    run = thinned(spawn_case(case))
+    run = thinned(alone(run_case, case))
     del run["ids"]
     now = time.strftime("%Y-%m-%d %H:%M")
     told = {"date": now, "machine": machine(), "loopback": case.is_loopback, "asked": case.n_tokens}
     return {**run, "texts": [run["texts"][0][:MOST_CHARACTERS]], **told, **Usage.now().since(begin)}
-
-
-def expected_s(model: Model, n_nodes: int, n_tokens: int) -> float:
-    """How long a run may take, by `Model.seconds` and the share of the tokens."""
-    return START_S + model.seconds[n_nodes] * n_tokens / model.n_tokens
-
-
-class Clock:
-    """Time left, by how the runs so far compare with what was expected of them."""
-
-    def __init__(self, expected_s: list[float]) -> None:
-        self._expected_s, self._n_done = expected_s, 0
-        self._took_s = self._wanted_s = self._begin = 0.0
-
-    def begin(self) -> None:
-        self._begin = time.monotonic()
-
-    def skip(self) -> None:
-        self._n_done += 1
-
-    def end(self) -> tuple[float, float]:
-        """(what this run took, what is left), in seconds."""
-        took_s = time.monotonic() - self._begin
-        self._took_s += took_s
-        self._wanted_s += self._expected_s[self._n_done]
-        self._n_done += 1
-        return took_s, self._took_s / self._wanted_s * sum(self._expected_s[self._n_done :])
 
 
 def thinned(run: dict[str, Any]) -> dict[str, Any]:
@@ -193,20 +153,16 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="only figures and tables, of the results that are there")
     parser.add_argument("--tokens", type=int, metavar="N", help="so many per sample, to try something out")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
-    parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "thesis", metavar="DIR")
+    parser.add_argument("--work-dir", type=Path, default=on_path.ROOT / "build" / "thesis", metavar="DIR")
     parser.add_argument("--untrained", action="store_true", help="random weights for all: rates do not depend on them")
     parser.add_argument("--loopback", action="store_true", help="all nodes on one host, without root")
-    parser.add_argument("--within", type=float, default=math.inf, metavar="S", help="begin no run that would end later")
+    parser.add_argument("--within", type=float, default=math.inf, metavar="S", help="begin no run later")
     parser.add_argument(
         "--results", type=Path, metavar="FILE", help="(benchmarks/results/thesis.json; --quick: work folder)"
     )
     parser.add_argument("--docs", action=argparse.BooleanOptionalAction, help="write assets/ and docs/seeds.md, or not")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the children inherit it
-    if args.case:
-        json.dump(run_case(Case(**json.loads(args.case))), sys.stdout)
-        return
     keys = args.only.split(",") if args.only else list(BY_KEY)
     if unknown := [key for key in keys if key not in BY_KEY]:
         parser.error(f"no such model: {unknown[0]}; there are {', '.join(BY_KEY)}")
@@ -217,7 +173,7 @@ def main() -> None:
     from thesis_report import write_report
 
     is_for_docs = args.docs if args.docs is not None else not args.quick
-    write_report(results.data, ROOT if is_for_docs else None, args.work_dir)
+    write_report(results.data, on_path.ROOT if is_for_docs else None, args.work_dir)
     sys.exit(1 if n_failed else 0)
 
 

@@ -5,13 +5,8 @@ The hosts are joined by Gigabit Ethernet (slow_hosts.py), or all nodes are on th
 
 from __future__ import annotations
 
-import contextlib
-import json
-import signal
-import subprocess
-import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +15,6 @@ from thesis_numbers import BY_KEY
 if TYPE_CHECKING:
     from mdi.run.local import LocalRing
     from slow_hosts import Hosts
-
-RUN_LIMIT_S, END_S = 1800, 30
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class Case:
 
 
 def run_case(case: Case) -> dict[str, Any]:
-    """The run, in this process and the children that it starts."""
+    """The run, in this process, whose memory is that of the starter, and the children that it starts."""
     from gpt.families import GPT2Family, NanoFamily
     from gpt.rings import GPT2Ring, NanoRing
     from mdi.engine.sequence import SamplingParams
@@ -113,30 +106,6 @@ def on_hosts(ring: type[LocalRing], hosts: Hosts) -> type[LocalRing]:
             )  # as the thesis, which had no keys
 
     return OnHosts
-
-
-def spawn_case(case: Case) -> dict[str, Any]:
-    """`run_case` in a process of its own, so that each starter's memory is its own.
-
-    Raises:
-        subprocess.SubprocessError: it failed, and has said why, or took longer than RUN_LIMIT_S.
-    """
-    program = Path(__file__).with_name("thesis.py")
-    command = [sys.executable, "-W", "ignore", str(program), "--case", json.dumps(asdict(case))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as child:
-        try:
-            told, _ = child.communicate(timeout=RUN_LIMIT_S)
-        except BaseException as e:
-            if isinstance(e, subprocess.TimeoutExpired):  # an interrupt comes to both
-                child.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(END_S)  # it removes its hosts
-            child.kill()
-            raise
-    if child.returncode:
-        raise subprocess.CalledProcessError(child.returncode, command)
-    found: dict[str, Any] = json.loads(told)
-    return found
 
 
 def reference_ids(ckpt: Path, n_tokens: int) -> list[int]:

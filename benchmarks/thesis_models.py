@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from litgpt.config import Config
-from litgpt.model import GPT
 from safetensors.torch import save_file
 
+import random_checkpoint
 from gpt.shape import GPT2_CONTEXT, GPT2_SIZES, GPT2_VOCAB, nano_config
 from gpt.weights import nano_config_file
-from random_checkpoint import write_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
+LLAMAS = {"tiny-llama": "tiny-llama-1.1b", "nano-llama": "nano-llama-304m"}  # shapes
 DONE = "complete"  # a file that says that the others are
 
 
@@ -35,8 +32,8 @@ def make_checkpoint(folder: Path, key: str) -> Path:
     elif key.startswith("gpt2"):
         _write_gpt2(where, *GPT2_SIZES[key])
     else:
-        _write_llama(where, key)
-    write_tokenizer(where)
+        random_checkpoint.make_checkpoint(where, LLAMAS[key])
+    random_checkpoint.write_tokenizer(where)
     (where / DONE).touch()
     return where
 
@@ -77,20 +74,6 @@ def _gpt2_block(index: int, n_embd: int) -> dict[str, torch.Tensor]:
         tensors[f"{h}{name}.weight"] = _normal(rows * n_embd, columns * n_embd)
         tensors[f"{h}{name}.bias"] = _normal(columns * n_embd)
     return tensors
-
-
-def _write_llama(where: Path, key: str) -> None:
-    from litgpt.utils import save_config
-
-    if key == "tiny-llama":
-        config = Config.from_name("tiny-llama-1.1b")
-    else:
-        config = Config.from_file(ROOT / "assets" / "configs" / "NanoLlama" / "model_config.yaml")
-    with torch.device("meta"):
-        names = GPT(config).state_dict()
-    weights = {name: _ones(*t.shape) if t.dim() == 1 else _normal(*t.shape) for name, t in names.items()}
-    torch.save(weights, where / "lit_model.pth")
-    save_config(Config(**asdict(config)), where)
 
 
 def _norm(name: str, n_embd: int) -> dict[str, torch.Tensor]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from side_by_side.tables import fill, markdown
 from thesis_figures import memory_figure, save, time_figure
 from thesis_numbers import MODELS, Model
 from thesis_rates import compared_tokens, memory, rate, slowdown, whole_rate
@@ -42,19 +42,12 @@ def write_report(data: dict[str, Any], root: Path | None, beside: Path) -> None:
     for text in tables.values():
         print(f"\n{text}")
     if root is not None:
-        fill_in(root / "docs" / "seeds.md", tables)
-
-
-def fill_in(page: Path, tables: dict[str, str]) -> None:
-    """Replace what stands between the markers of each table."""
-    text = page.read_text(encoding="utf-8")
-    for name, table in tables.items():
-        pattern = re.compile(rf"(<!-- results:{name} -->\n).*?(<!-- /results:{name} -->)", re.DOTALL)
-        text, n_found = pattern.subn(lambda m, table=table: m[1] + table + "\n" + m[2], text)  # type: ignore[misc]
-        if n_found != 1:
-            raise SystemExit(f"{page} has {n_found} places for the table {name}, expected one")
-    page.write_text(text, encoding="utf-8")
-    print(f"wrote {page}")
+        page = root / "docs" / "seeds.md"
+        text = page.read_text(encoding="utf-8")
+        for name, table in tables.items():
+            text = fill(text, name, table)
+        page.write_text(text, encoding="utf-8")
+        print(f"wrote {page}")
 
 
 def caption(data: dict[str, Any]) -> str:
@@ -80,46 +73,35 @@ def type_of(runs: dict[str, Any]) -> str:
 
 
 def speed_table(models: Sequence[Model], runs: dict[str, Any]) -> str:
-    lines = [
-        "| model | tokens | tokens/s here, 1 / 2 / 3 nodes | 2 and 3 nodes over 1 | the same, whole texts "
-        "| tokens/s in the thesis | 2 and 3 over 1 | last quarter over second |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["model", "tokens", "tokens/s here, 1 / 2 / 3 nodes", "2 and 3 nodes over 1", "the same, whole texts",
+            "tokens/s in the thesis", "2 and 3 over 1", "last quarter over second"]  # fmt: skip
+    rows = []
     for model in models:
         ours = [rate(runs, model, n) for n in (1, 2, 3)]
         theirs = [model.rates[n] for n in (1, 2, 3)]
         bend = slowdown(runs, model)
-        cells = [
-            model.title,
-            str(compared_tokens(runs, model)),
-            shown(ours),
-            ratios(ours),
-            ratios([whole_rate(runs, model, n) for n in (1, 2, 3)]),
-            shown(theirs),
-            ratios(theirs),
-            "-" if bend is None else f"{bend:.2f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        whole = [whole_rate(runs, model, n) for n in (1, 2, 3)]
+        rows.append([
+            model.title, str(compared_tokens(runs, model)), shown(ours), ratios(ours), ratios(whole), shown(theirs),
+            ratios(theirs), "-" if bend is None else f"{bend:.2f}",
+        ])  # fmt: skip
+    return markdown(head, rows)
 
 
 def memory_table(models: Sequence[Model], runs: dict[str, Any]) -> str:
     """A row for each model; what belongs to one, two and three nodes stands between semicolons."""
-    lines = ["| model | blocks of 1; 2; 3 nodes | GB per node here | GB per node in the thesis |", "|---|---|---|---|"]
+    rows = []
     for model in models:
         held = {n: memory(runs, model, n) for n in (1, 2, 3)}
         found = {n: values for n, values in held.items() if values is not None}
         if not found:
             continue
         theirs = [model.memory_gb[n] for n in found]
-        cells = [
-            model.title,
-            "; ".join(" + ".join(map(str, model.cuts[n])) for n in found),
-            "; ".join(shown(values) for values in found.values()),
+        rows.append([
+            model.title, "; ".join(" + ".join(map(str, model.cuts[n])) for n in found), "; ".join(map(shown, found.values())),
             "; ".join("did not fit" if values is None else shown(values) for values in theirs),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        ])  # fmt: skip
+    return markdown(["model", "blocks of 1; 2; 3 nodes", "GB per node here", "GB per node in the thesis"], rows)
 
 
 def training_text(data: dict[str, Any]) -> str:
@@ -134,12 +116,11 @@ def training_text(data: dict[str, Any]) -> str:
         if differing
         else "one, two and three nodes gave exactly the ids of the whole model on one device"
     )
-    lines = [
+    return (
         f"{training['steps']} steps, {training['characters']:,} characters; held-out loss in nats per character "
         f"({GUESSING_NATS} is guessing, {training['entropy']:.2f} what the grammar leaves to chance): {losses} steps. "
         f"Greedy, {training['greedy_tokens']} tokens: {verdict}."
-    ]
-    return "\n\n".join(lines)
+    )
 
 
 def shown(values: Sequence[float | None]) -> str:

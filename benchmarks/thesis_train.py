@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import on_path
 from thesis_text import entropy, grammar_text
 
-ROOT = Path(__file__).resolve().parents[1]
-NANO = ROOT / "old" / "nanoGPT"
+NANO = on_path.ROOT / "old" / "nanoGPT"
 KEY = "nanogpt-7"
 BATCH, CONTEXT, N_THREADS = 4, 128, 2
 FULL_STEPS, QUICK_STEPS = 700, 4  # about four minutes on two cores; some seconds

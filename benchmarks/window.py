@@ -8,10 +8,8 @@ with the limit, each with the file out of the system's memory:
 
 1. what the disk gives to one reader, direct, over the same file;
 2. one text, and several at once, with --memory;
-3. a format and kernels with which computing takes longer than reading (int8, plain C++), without and with a window of
-   STEADY_UNITS: whether it ever waits, and what window_steady says of it;
-4. accelerate's disk offload, and transformers alone (with --peer-python, an interpreter that has both) over weights of
-   the same shape in Hugging Face's form, under the same limit, or the least of LIMITS that they run in.
+3. accelerate's disk offload (with --peer-python, an interpreter that has it and transformers) over weights of the same shape
+   in Hugging Face's form, under the same limit, or the least of LIMITS that they run in.
 
 Nothing is asserted.
 """
@@ -22,27 +20,25 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import on_path  # noqa: F401
+import on_path
 from memory_group import memory_group
 from records import add_json_flag, save
+from rings import after_first, asked
 
-ROOT = Path(__file__).resolve().parents[1]
+PEER = on_path.ROOT / "benchmarks" / "window_peer.py"
 PROMPT = "The ring is closed link by link."
 LIMITS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # times --memory, for a peer that is killed
 PIECE_BYTES = 8 << 20
 WINDOW_BYTES = 176 << 20  # of two units of the 1.1 B shape in float32
-STEADY_UNITS = 4
 MARGIN_BYTES = 20_000_000  # of the group, for the shell and what is charged to it beside the process
 DEADLINE_S = 900
-PREFIX = os.environ.get(
-    "BENCHMARK_PREFIX", ""
-).split()  # such as "chrt -f 10 taskset -c 1", on a machine that is not quiet
+# Such as "chrt -f 10 taskset -c 1", on a machine that is not quiet.
+PREFIX = os.environ.get("BENCHMARK_PREFIX", "").split()
 
 
 def drop(paths: list[Path]) -> None:
@@ -77,94 +73,32 @@ def disk_bytes_s(path: Path, is_direct: bool, limit_s: float = 2.0) -> float:
     return done / spent
 
 
-def in_group(command: list[str], limit: int, env: dict[str, str]) -> tuple[int, str, str, int, int]:
-    """Status, output, errors, peak of the group, processes that were killed."""
-    with memory_group(limit) as group:
-        done = subprocess.run(
-            group.command([*PREFIX, *command]), env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-        return done.returncode, done.stdout, done.stderr, group.peak_bytes(), group.n_killed()
-
-
-def ours(args: argparse.Namespace, chunk: Path, n_texts: int, *flags: str) -> dict[str, Any]:
+def ours(args: argparse.Namespace, chunk: Path, n_texts: int) -> dict[str, Any]:
     """A run with a window; times of the tokens after the first."""
     drop([chunk])
-    command = [
-        args.python, str(ROOT / "src" / "sample.py"), "--ckpt", str(args.checkpoint), "--quantize", "float32",
-        "--prompt", PROMPT, "--prompt-style", "none", "--n-samples", str(n_texts), "--n-tokens", str(args.tokens),
-        "--temperature", "0", "--sequence-length", "64", "--draft", "none", "--json",
-        *(flags or ("--memory", str(args.memory - MARGIN_BYTES))),
-    ]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "MDI_CACHE_DIR": str(args.cache)}
     begin = time.perf_counter()
-    status, out, err, peak, n_killed = in_group([*command, "--threads", str(args.threads)], args.memory, env)
-    if status:
-        raise SystemExit(f"our run ended with {status} ({n_killed} killed):\n{err[-2000:]}")
-    found = json.loads(out)
-    node, samples = found["nodes"][0], found["samples"]
-    first_s = max(sample["ttft_s"] for sample in samples)
-    duration_s = sum(len(s["token_ids"]) for s in samples) / found["tokens_per_s"]
-    decode_s = duration_s - first_s
+    with memory_group(args.memory) as group:
+        found, said = asked(
+            "sample", "--ckpt", args.checkpoint, "--quantize", "float32", "--prompt", PROMPT, "--prompt-style", "none",
+            "--n-samples", n_texts, "--n-tokens", args.tokens, "--temperature", 0, "--sequence-length", 64, "--draft", "none",
+            "--threads", args.threads, "--memory", args.memory - MARGIN_BYTES, inside=group.command(PREFIX),
+            environment={"OMP_NUM_THREADS": str(args.threads), "MDI_CACHE_DIR": args.cache},
+        )  # fmt: skip
+        peak = group.peak_bytes()
+    node, (first_s, tokens_s) = found["nodes"][0], after_first(found)
     return {
-        "texts": n_texts,
-        "tokens_per_s": n_texts * (args.tokens - 1) / decode_s,
-        "first_token_s": first_s,
-        "pass_s": decode_s / (args.tokens - 1),
-        "weights_resident_bytes": node["weights_resident_bytes"],
-        "weights_read_bytes": node["weights_read_bytes"],
+        "texts": n_texts, "tokens_per_s": tokens_s, "first_token_s": first_s, "pass_s": n_texts / tokens_s,
+        **{key: node[key] for key in ("weights_resident_bytes", "weights_read_bytes", "peak_rss_bytes")},
         "disk_wait_share": node["disk_wait_s"] / node["compute_s"],
         "read_bytes_s": node["weights_read_bytes"] / node["compute_s"],
-        "peak_rss_bytes": node["peak_rss_bytes"],
-        "group_peak_bytes": peak,
-        "wall_s": time.perf_counter() - begin,
-        "said": [line for line in err.splitlines() if "weights in memory" in line],
-        "token_ids": samples[0]["token_ids"],
-    }
-
-
-def steady(args: argparse.Namespace, disk: float) -> dict[str, Any]:
-    """Whether computing waits where it takes longer than reading, and what was said beforehand."""
-    import yaml
-
-    from mdi.checkpoint.shapes import full_config
-    from mdi.placement.windows import matrices_of
-    from mdi.stages.window_budget import plan_window
-    from mdi.stages.window_files import block_units
-    from window_steady import UnitTimes, simulate
-
-    def run(*flags: str) -> dict[str, Any]:
-        command = [
-            args.python, str(ROOT / "src" / "sample.py"), "--ckpt", str(args.checkpoint), "--quantize", "int8",
-            "--prompt", PROMPT, "--prompt-style", "none", "--n-samples", str(args.texts), "--n-tokens", str(args.tokens),
-            "--temperature", "0", "--sequence-length", "64", "--draft", "none", "--json",
-            "--threads", str(args.threads), *flags,
-        ]  # fmt: skip
-        env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "MDI_KERNELS": "plain"}
-        done = subprocess.run([*PREFIX, *command], env=env, capture_output=True, text=True, check=True)
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
-
-    drop([args.checkpoint / "chunks" / "1nodes-int8" / "model_starter.safetensors"])
-    whole, windowed = run(), run("--window", str(STEADY_UNITS))
-    settings = yaml.safe_load((args.checkpoint / "model_config.yaml").read_text())
-    config = full_config(settings, str(args.checkpoint))
-    parts, head = matrices_of(config, "int8", 0, config.n_layer, is_starter=True)
-    plan = plan_window(block_units(parts), head, STEADY_UNITS, None)
-    compute_s = 1 / whole["samples"][0]["tokens_per_s"]  # of a frame with a row of each text
-    total = sum(unit.n_bytes for unit in plan.units)
-    times = [UnitTimes(unit.n_bytes / disk, compute_s * unit.n_bytes / total) for unit in plan.units]
-    said = simulate(times, STEADY_UNITS)
-    node = windowed["nodes"][0]
-    return {
-        "frame_s_whole": compute_s, "frame_s_windowed": 1 / windowed["samples"][0]["tokens_per_s"],
-        "said_wait_share": said.wait_share, "said_frame_s": said.pass_s,
-        "disk_wait_share": node["disk_wait_s"] / node["compute_s"], "weights_read_bytes": node["weights_read_bytes"],
-        "same_ids": [s["token_ids"] for s in whole["samples"]] == [s["token_ids"] for s in windowed["samples"]],
+        "group_peak_bytes": peak, "wall_s": time.perf_counter() - begin,
+        "said": [line for line in said.splitlines() if "weights in memory" in line],
+        "token_ids": found["samples"][0]["token_ids"],
     }  # fmt: skip
 
 
-def peer(args: argparse.Namespace, which: str, folder: Path) -> dict[str, Any]:
-    """accelerate or transformers, under the same limit or the least that it runs in."""
+def peer(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """accelerate, under the same limit or the least that it runs in."""
     env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     tried = []
     for factor in LIMITS:
@@ -173,20 +107,15 @@ def peer(args: argparse.Namespace, which: str, folder: Path) -> dict[str, Any]:
         drop(files)
         disk = [disk_bytes_s(max(files, key=lambda f: f.stat().st_size), is_direct, 1.0) for is_direct in (True, False)]
         drop(files)
-        command = [
-            args.peer_python,
-            str(ROOT / "benchmarks" / "window_peer.py"),
-            which,
-            str(folder),
-            str(limit),
-            str(args.tokens),
-        ]
-        status, out, err, peak, n_killed = in_group([*command, str(args.threads)], limit, env)
-        tried.append(
-            {"limit_bytes": limit, "status": status, "killed": n_killed, "error": err[-300:] if status else ""}
-        )
-        if status == 0:
-            return {**json.loads(out.splitlines()[-1]), "limit_bytes": limit, "group_peak_bytes": peak,
+        words = (folder, limit, args.tokens, args.threads)
+        with memory_group(limit) as group:
+            command = group.command([*PREFIX, args.peer_python, str(PEER), *map(str, words)])
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+            peak, n_killed = group.peak_bytes(), group.n_killed()
+        error = done.stderr[-300:] if done.returncode else ""
+        tried.append({"limit_bytes": limit, "status": done.returncode, "killed": n_killed, "error": error})
+        if done.returncode == 0:
+            return {**json.loads(done.stdout.splitlines()[-1]), "limit_bytes": limit, "group_peak_bytes": peak,
                     "disk_bytes_s_before": disk, "tried": tried}  # fmt: skip
     return {"tried": tried}
 
@@ -198,7 +127,6 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--peer-python")
     parser.add_argument("--peer-folder", type=Path, help="the same weights in float32 in Hugging Face's form")
     add_json_flag(parser, "window")
@@ -215,12 +143,9 @@ def main() -> None:
             result[f"texts_{n_texts}"] = found
             print(json.dumps(found), flush=True)
         result["gain_of_several"] = result[f"texts_{args.texts}"]["tokens_per_s"] / result["texts_1"]["tokens_per_s"]
-        result["steady"] = steady(args, max(result["disk_bytes_s_1"]))
-        print(json.dumps(result["steady"]), flush=True)
         if args.peer_python:
-            for which in ("accelerate", "transformers"):
-                result[which] = peer(args, which, args.peer_folder)
-                print(json.dumps(result[which]), flush=True)
+            result["accelerate"] = peer(args, args.peer_folder)
+            print(json.dumps(result["accelerate"]), flush=True)
     save(args.json, result)
 
 

@@ -37,27 +37,26 @@ YI_34B = {"name": "Yi-34B", "n_layer": 60, "n_embd": 7168, "n_head": 56, "n_quer
           "intermediate_size": 20480, "padded_vocab_size": 64000, "vocab_size": 64000, "bias": False,
           "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "rotary_percentage": 1.0,
           "parallel_residual": False}  # fmt: skip
-# The paper's name, litgpt's, its table 2: peak GiB per device without and with its window, for NODES; table 6: with its window.
-# TIMES has its table 1, with its window: seconds to the first token, and of a token.
+# The paper's name, litgpt's, its table 2: peak GiB per device without and with its window, for NODES; table 6: with its window;
+# its table 1, with its window: seconds to the first token, and of a token.
 Row = tuple[float, ...]
-MODELS: dict[str, tuple[Any, Row, Row, Row]] = {
-    "Llama 2-3B": ("open_llama_3b", (7.3, 4.3, 3.2, 2.8), (1.5, 1.4, 1.4, 1.4), (1.7, 1.5, 1.5, 1.5)),
-    "Llama 2-7B": ("Llama-2-7b-hf", (13.7, 7.7, 5.5, 4.5), (2.0, 1.8, 1.7, 1.7), (2.4, 2.1, 1.8, 1.8)),
-    "Llama 2-13B": ("Llama-2-13b-hf", (25.7, 13.9, 9.8, 8.1), (2.3, 2.2, 2.2, 2.1), (2.8, 2.5, 2.3, 2.2)),
-    "Llama 2-70B": ("Llama-2-70b-hf", (130, 66.6, 46.6, 34.9), (3.7, 3.3, 3.3, 3.1), (4.5, 3.1, 3.1, 3.1)),
-    "Llama 3.1-8B": ("Llama-3.1-8B", (18.4, 11.8, 9.4, 8.5), (5.9, 5.6, 5.5, 5.4), (6.3, 5.8, 5.6, 5.5)),
-    "Llama 3.1-70B": ("Llama-3.1-70B", (137.7, 74.0, 51.1, 42.3), (10.8, 10.5, 11.4, 11.3), (10.8, 10.5, 11.5, 11.4)),
-    "Yi-34B": (YI_34B, (67, 36.4, 23.9, 20.4), (5.0, 5.0, 5.0, 4.9), (6.0, 5.6, 5.3, 5.2)),
-}
-TIMES: dict[str, Row] = {
-    "Llama 2-3B": (2.0, 1.9),
-    "Llama 2-7B": (3.0, 2.6),
-    "Llama 2-13B": (5.8, 2.9),
-    "Llama 2-70B": (29.4, 26.1),
-    "Llama 3.1-8B": (4.5, 4.3),
-    "Llama 3.1-70B": (32.9, 29.9),
-    "Yi-34B": (15.7, 13.7),
-}
+MODELS: dict[str, tuple[Any, Row, Row, Row, Row]] = {
+    "Llama 2-3B": ("open_llama_3b", (7.3, 4.3, 3.2, 2.8), (1.5, 1.4, 1.4, 1.4), (1.7, 1.5, 1.5, 1.5), (2.0, 1.9)),
+    "Llama 2-7B": ("Llama-2-7b-hf", (13.7, 7.7, 5.5, 4.5), (2.0, 1.8, 1.7, 1.7), (2.4, 2.1, 1.8, 1.8), (3.0, 2.6)),
+    "Llama 2-13B": ("Llama-2-13b-hf", (25.7, 13.9, 9.8, 8.1), (2.3, 2.2, 2.2, 2.1), (2.8, 2.5, 2.3, 2.2), (5.8, 2.9)),
+    "Llama 2-70B": (
+        "Llama-2-70b-hf",
+        (130, 66.6, 46.6, 34.9),
+        (3.7, 3.3, 3.3, 3.1),
+        (4.5, 3.1, 3.1, 3.1),
+        (29.4, 26.1),
+    ),
+    "Llama 3.1-8B": ("Llama-3.1-8B", (18.4, 11.8, 9.4, 8.5), (5.9, 5.6, 5.5, 5.4), (6.3, 5.8, 5.6, 5.5), (4.5, 4.3)),
+    "Llama 3.1-70B": (
+        "Llama-3.1-70B", (137.7, 74.0, 51.1, 42.3), (10.8, 10.5, 11.4, 11.3), (10.8, 10.5, 11.5, 11.4), (32.9, 29.9),
+    ),
+    "Yi-34B": (YI_34B, (67, 36.4, 23.9, 20.4), (5.0, 5.0, 5.0, 4.9), (6.0, 5.6, 5.3, 5.2), (15.7, 13.7)),
+}  # fmt: skip
 
 
 def share_of(config: Any, n_nodes: int) -> Any:
@@ -117,11 +116,11 @@ def main() -> None:
 
     result = {}
     names = "without", *(f"window_{n}" for n in UNITS)
-    for name, (of, *paper) in MODELS.items():
+    for name, (of, *paper, times) in MODELS.items():
         config = ModelConfig.from_litgpt(Config(**of) if isinstance(of, dict) else Config.from_name(of))
         ours = zip(*(gibibytes(config, n) for n in NODES), strict=True)
         result[name] = {key: {"paper": a, "ours": b} for key, a, b in zip(names, paper, ours, strict=True)}
-        result[name]["times"] = {"paper": TIMES[name], "ours": predicted_s(config, paper[1][-1])}
+        result[name]["times"] = {"paper": times, "ours": predicted_s(config, paper[1][-1])}
         print(name, json.dumps(result[name]))
     save(args.json, {"nodes": NODES, "models": result})
 

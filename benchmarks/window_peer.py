@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""accelerate's disk offload, or transformers alone, for window.py: greedy tokens of one text, and how long they took.
+"""accelerate's disk offload for window.py: greedy tokens of one text, and how long they took.
 
-window_peer.py accelerate|transformers FOLDER LIMIT_BYTES N_TOKENS N_THREADS
+window_peer.py FOLDER LIMIT_BYTES N_TOKENS N_THREADS
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ def disk_bytes() -> int:
 
 
 def main() -> None:
-    which, folder = sys.argv[1:3]
-    limit, n_tokens, n_threads = map(int, sys.argv[3:])
+    folder, (limit, n_tokens, n_threads) = sys.argv[1], map(int, sys.argv[2:])
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -31,8 +30,9 @@ def main() -> None:
     generous = limit > 1_500_000_000
     device_map = {"model.embed_tokens": "cpu" if generous else "disk", "model.layers": "disk", "model.norm": "cpu",
                   "model.rotary_emb": "cpu", "lm_head": "disk"}  # fmt: skip
-    offload = {"device_map": device_map, "offload_folder": None} if which == "accelerate" else {}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, low_cpu_mem_usage=True, **offload)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, low_cpu_mem_usage=True, device_map=device_map, offload_folder=None
+    )
     load_s = time.perf_counter() - begin
     ids = torch.arange(1, 1 + PROMPT_LENGTH)[None]
     times, past, found, read = [], None, [], []

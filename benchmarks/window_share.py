@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +25,8 @@ import on_path  # noqa: F401
 from memory_group import memory_group
 from random_packed import RandomPacked
 from records import add_json_flag, save
+from rings import asked
 from window_memory import share_of
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 class RandomShare(RandomPacked):
@@ -71,17 +67,13 @@ def main() -> None:
     chunk = args.folder / "chunks" / "1nodes-float32" / "model_starter.safetensors"
     if not chunk.is_file():
         write(args.folder, args.tokenizer, args.nodes, args.layers)
-    command = [
-        sys.executable, str(ROOT / "src" / "sample.py"), "--chunk", str(chunk), "--quantize", "float32", "--window", "2",
-        "--n-samples", "1",
-        "--prompt", "The ring", "--prompt-style", "none", "--n-tokens", "3", "--temperature", "0",
-        "--sequence-length", "256", "--draft", "none", "--json",
-    ]  # fmt: skip
     with memory_group(args.memory) as group:
-        done = subprocess.run(group.command(command), capture_output=True, text=True, env=os.environ, check=False)
-    if done.returncode:
-        raise SystemExit(f"it ended with {done.returncode}: {done.stderr[-1000:]}")
-    node = json.loads(done.stdout)["nodes"][0]
+        found, _ = asked(
+            "sample", "--chunk", chunk, "--quantize", "float32", "--window", 2, "--n-samples", 1, "--prompt", "The ring",
+            "--prompt-style", "none", "--n-tokens", 3, "--temperature", 0, "--sequence-length", 256, "--draft", "none",
+            inside=group.command([]),
+        )  # fmt: skip
+    node = found["nodes"][0]
     result = {"nodes": args.nodes, "layers": args.layers, "limit_bytes": args.memory, "chunk_bytes": chunk.stat().st_size,
               **{key: node[key] for key in ("peak_rss_bytes", "weights_resident_bytes", "weights_read_bytes")}}  # fmt: skip
     print(json.dumps(result))

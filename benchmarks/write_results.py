@@ -26,6 +26,7 @@ Result = Mapping[str, Any]
 UNMEASURED = "It was not measured yet."
 
 WAYS = {"restart": "begun again", "no cache": "no cache", "replay": "`replay`", "tokens": "`tokens`"}
+RATES = (0.0, 1e-4, 1e-3, 1e-2, 5e-2)  # of failures
 PETALS_TABLE_1 = {  # of Borzunov et al. 2023: steps/s where p = 0, 1e-4, 1e-3, 1e-2; None: over an hour
     128: {"restart": (17.1, 16.7, 12, 0.18), "no cache": (3.44,) * 4, "replay": (11.4, 11.4, 10.6, 3.38)},
     1024: {"restart": (15.5, 11.8, 0.48, None), "no cache": (0.89,) * 4, "replay": (10.7, 10.7, 7.76, 2.17)},
@@ -86,26 +87,24 @@ def quality() -> str:
             name, n_bits, f"{plain['perplexity']:.3f}", f"{plain['change']:+.2%}", f"{plain['same_token']:.1%}",
             f"{planted['change']:+.2%}", f"{planted['same_token']:.1%}",
         ])  # fmt: skip
-    head = [
-        "format", "bits per weight", "perplexity", "change", "same token", "planted: change", "planted: same token",
-    ]  # fmt: skip
-    return measured(result, markdown(head, rows))
+    head = ["format", "bits per weight", "perplexity", "change", "same token"]
+    return measured(result, markdown([*head, "planted: change", "planted: same token"], rows))
 
 
 def recovery_rates() -> str:
     """Steps/s by rates of failures, the paper's and ours, each with its share of those that begin again and never fail."""
-    rows, rates = [], (0.0, 1e-4, 1e-3, 1e-2, 5e-2)
+    rows = []
     for n_tokens, of_paper in PETALS_TABLE_1.items():
         result = load("recovery_rates" if n_tokens == 128 else "recovery_rates_1020")
         first, of_first = _steps(result, "restart")[0.0][0], of_paper["restart"][0]
         for way, said in WAYS.items():
             own = _steps(result, way)
             theirs = [f"{x:g} ({x / of_first:.2g})" if x else "-" for x in of_paper.get(way, (None,) * 4)]
-            ours = [_step(*own[rate], first) for rate in rates]
+            ours = [_step(*own[rate], first) for rate in RATES]
             cost_s = next(line["s_per_failure"] for line in result["lines"] if line["way"] == way)
             cells = [f"{a}; {b}" for a, b in zip([*theirs, "-"], ours, strict=True)]
             rows.append([f"{n_tokens:,}", said, *cells, "" if cost_s is None else f"{cost_s * 1e3:.0f} ms"])
-    head = ["tokens", "", *(f"p = {rate:g}" for rate in rates), "a failure costs here"]
+    head = ["tokens", "", *(f"p = {rate:g}" for rate in RATES), "a failure costs here"]
     return measured(load("recovery_rates"), markdown(head, rows))
 
 
@@ -189,17 +188,16 @@ def tensor_sums() -> str:
 
 def tensor_speed() -> str:
     result = load("tensor_speed")
-    head = ["weights", "", "ms a token: median (least to most)", "times one node with one thread", "a sum, median"]
-    rows = [
-        [one["packing"], one["way"], f"{one['token_ms']:.1f} ({one['least_ms']:.1f} to {one['most_ms']:.1f})",
-         f"{one['gain']:.2f}", f"{one['sum_us']:.0f} us" if one["sum_us"] else ""]
-        for one in result["tokens"]
-    ]  # fmt: skip
-    if "read_gb_s" in result["tokens"][0]:  # files of before it was measured lack it
-        head += ["GB/s of weights", "GB/s that all processes read at that time"]
-        for row, one in zip(rows, result["tokens"], strict=True):
-            rates = sorted(sum(map(statistics.mean, of_round["read_gb_s"])) for of_round in one["rounds"])
-            row += [f"{one['weights_gb_s']:.1f}", f"{one['read_gb_s']:.1f} ({rates[0]:.1f} to {rates[-1]:.1f})"]
+    head = ["weights", "", "ms a token: median (least to most)", "times one node with one thread", "a sum, median",
+            "GB/s of weights", "GB/s that all processes read at that time"]  # fmt: skip
+    rows = []
+    for one in result["tokens"]:
+        rates = sorted(sum(map(statistics.mean, of_round["read_gb_s"])) for of_round in one["rounds"])
+        rows.append([
+            one["packing"], one["way"], f"{one['token_ms']:.1f} ({one['least_ms']:.1f} to {one['most_ms']:.1f})",
+            f"{one['gain']:.2f}", f"{one['sum_us']:.0f} us" if one["sum_us"] else "", f"{one['weights_gb_s']:.1f}",
+            f"{one['read_gb_s']:.1f} ({rates[0]:.1f} to {rates[-1]:.1f})",
+        ])  # fmt: skip
     return measured(result, markdown(head, rows))
 
 
@@ -212,13 +210,11 @@ def tensor_links() -> str:
     for wait in waits:
         one = found[wait, 1, rates[0]]
         cells = [[found[wait, n, rate] for rate in rates] for n in counts[1:]]
-        rows.append(
-            [f"{one:,.0f}", *(f"{'; '.join(f'{ms:,.0f}' for ms in times)} ({one / times[1]:.1f})" for times in cells)]
-        )
+        shown = (f"{'; '.join(f'{ms:,.0f}' for ms in times)} ({one / times[1]:.1f})" for times in cells)
+        rows.append([f"{one:,.0f}", *shown])
     said = "; ".join(f"{rate:,.0f}" for rate in rates)
-    return measured(
-        result, markdown(["one node, ms a token", *(f"{n} nodes at {said} Mbit/s" for n in counts[1:])], rows)
-    )
+    head = ["one node, ms a token", *(f"{n} nodes at {said} Mbit/s" for n in counts[1:])]
+    return measured(result, markdown(head, rows))
 
 
 def tensor_laptops() -> str:
@@ -389,16 +385,8 @@ def swarm() -> str:
          f"{one['blocks_per_hour']:.0f}", f"{one['loading']:.2f}"]
         for name, one in load("swarm")["figure"].items()
     ]  # fmt: skip
-    head = [
-        "",
-        "within 15 % of the bound",
-        "at zero",
-        "median share",
-        "moves per hour",
-        "blocks per hour",
-        "mean share, if a block takes 10 s to load",
-    ]
-    return markdown(head, rows)
+    head = ["", "within 15 % of the bound", "at zero", "median share", "moves per hour", "blocks per hour"]
+    return markdown([*head, "mean share, if a block takes 10 s to load"], rows)
 
 
 def compression() -> str:
@@ -430,29 +418,15 @@ def placement_clients() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "round-trip": round_trip,
-    "wire-bytes": wire_bytes,
-    "family-blocks": family_blocks,
-    "serving": serving,
-    "quality": quality,
-    "recovery-rates": recovery_rates,
-    "petals": petals,
-    "petals-bits": petals_bits,
+    **{make.__name__.replace("_", "-"): make for make in (
+        round_trip, wire_bytes, family_blocks, serving, quality, recovery_rates, petals, petals_bits, speculation,
+        swarm, compression, nf4, placement_clients, tensor_speed, tensor_links, tensor_laptops, tensor_sums,
+        window_memory, three_machines,
+    )},
     "finetune-speed": finetuning_beside_petals,
-    "speculation": speculation,
     "speculation-sources": lambda: guesses("speculation_sources"),
     "speculation-never": lambda: guesses("speculation_never"),
-    "swarm": swarm,
-    "compression": compression,
-    "nf4": nf4,
-    "placement-clients": placement_clients,
-    "tensor-speed": tensor_speed,
-    "tensor-links": tensor_links,
-    "tensor-laptops": tensor_laptops,
-    "tensor-sums": tensor_sums,
-    "window-memory": window_memory,
-    "three-machines": three_machines,
-}
+}  # fmt: skip
 
 
 def names_in(page: str) -> list[str]:

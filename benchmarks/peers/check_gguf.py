@@ -3,63 +3,29 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
-
-import torch
 
 from peers.protocol import Case
-from random_checkpoint import make_checkpoint
+from side_by_side.files import make_all
+from side_by_side.runner import run_scenario, say
+from side_by_side.scenario import Run, Scenario
+from side_by_side.setup import Setup
 
-if TYPE_CHECKING:
-    from side_by_side.scenarios import Setup
-
-CASE = Case(3, 24, 24)
+CASE = Case(1, 24, 24)
 
 
 def check(setup: Setup, python: str) -> int:
-    """Compare with litgpt's model without caches; returns the exit status."""
-    from side_by_side.files import make_all
-    from side_by_side.runner import MODULES, say
-    from side_by_side.workers import Worker
-
-    make_checkpoint(setup.ckpt, setup.shape)
-    expected = reference(setup)
-    specs = [setup.llama("float32", cache="float32"), setup.ring("float32", 2)]
+    """Compare llama.cpp's and the ring's tokens with litgpt's; returns the exit status."""
+    systems = (
+        setup.framework("litgpt", "float32"), setup.llama("float32", cache="float32"), setup.ring("float32", 2),
+    )  # fmt: skip
     if make_all(setup.needs, python):
         return 1
-    status = 0
-    for spec in specs:
-        interpreter = sys.executable if spec.kind == "ring" else python
-        worker = Worker(
-            spec.name, interpreter, MODULES[spec.kind], spec.options, list(spec.cores), setup.ckpt.parent / "logs",
-            spec.environment,
-        )  # fmt: skip
-        worker.wait_ready(120)
-        found = worker.run(CASE.to_json(), 300)["ids"]
-        worker.end()
-        n_same = sum(
-            a == b for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=True)
-        )
-        n_all = sum(map(len, expected))
-        say(f"{spec.name}: {n_same} of {n_all} greedy tokens are litgpt's")
-        status |= n_same != n_all
-    return status
-
-
-@torch.inference_mode()
-def reference(setup: Setup) -> list[list[int]]:
-    """litgpt's `GPT`, the whole text computed anew for each token."""
-    from litgpt.config import Config
-    from litgpt.model import GPT
-
-    torch.set_num_threads(1)
-    model = GPT(Config.from_file(setup.ckpt / "model_config.yaml"))
-    weights = torch.load(setup.ckpt / "lit_model.pth", weights_only=True, mmap=True)
-    model.load_state_dict({name: t.float() for name, t in weights.items()}, assign=True)
-    texts = []
-    for i in range(CASE.n_sequences):
-        ids = CASE.prompt(i)
-        for _ in range(CASE.n_new):
-            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-        texts.append(ids[CASE.n_prompt :])
-    return texts
+    scenario = Scenario(
+        "check", "The same tokens", systems, tuple(Run(s.name, s.name, CASE) for s in systems), repeats=1
+    )
+    outcome = run_scenario(scenario, {"": sys.executable, "llama.cpp": python}, setup.work / "logs", None, 600.0)
+    expected, *others = (outcome.ids.get(system.name, [[]])[0] for system in systems)
+    for system, ids in zip(systems[1:], others, strict=True):
+        n_same = sum(a == b for a, b in zip(ids, expected, strict=False))
+        say(f"{system.name}: {n_same} of {CASE.n_new} greedy tokens are litgpt's")
+    return int(len(expected) < CASE.n_new or any(ids != expected for ids in others))

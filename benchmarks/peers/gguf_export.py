@@ -40,7 +40,7 @@ def export(ckpt: Path, out: Path, fmt: str) -> None:
     try:
         if (tokenizer := ckpt / "tokenizer.json").is_file():  # for who reads the file as a model of its own
             writer.add_string("tokenizer.huggingface.json", tokenizer.read_text(encoding="utf-8"))
-        _write_header(writer, config, getattr(gguf.LlamaFileType, _FILE_TYPES[fmt]))
+        _write_header(writer, config, gguf.LlamaFileType[f"{'ALL' if fmt == 'f32' else 'MOSTLY'}_{fmt.upper()}"])
         for name, tensor in gguf_tensors(weights, config).items():
             # Norms are a few numbers, and llama.cpp wants them in full.
             wanted = kind if tensor.dim() > 1 else gguf.GGMLQuantizationType.F32
@@ -75,15 +75,6 @@ def _numbers(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dim() == 1:
         return np.ones(tensor.shape, dtype=np.float32)
     return np.random.default_rng(0).standard_normal((1, tensor.shape[-1]), dtype=np.float32) * np.float32(0.02)
-
-
-_FILE_TYPES = {
-    "f32": "ALL_F32",
-    "bf16": "MOSTLY_BF16",
-    "f16": "MOSTLY_F16",
-    "q8_0": "MOSTLY_Q8_0",
-    "q4_0": "MOSTLY_Q4_0",
-}
 
 
 def _write_header(writer: Any, config: Any, file_type: Any) -> None:

@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python's low-level interface: one sequence, or many in one batch.
 
-Options: {"gguf": FILE, "threads": 1, "cache": "f16", "gpu_layers": 0}. `cache` is a key of CACHE_TYPES, the number type of
-keys and values. A build for CUDA computes as many layers on the GPU. Attention is always llama.cpp's flash attention.
+Options: {"gguf": FILE, "threads": 1, "cache": "f16"}. `cache` is a key of CACHE_TYPES, the number type of
+keys and values. Attention is always llama.cpp's flash attention.
 LLAMA_CPP_LIB_PATH in the environment is the folder of the library to use; at its end the system tells that folder's name and
 what the library says of its build.
 """
@@ -39,7 +39,7 @@ class LlamaCppPeer:
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = int(options.get("gpu_layers", 0))
+        params.n_gpu_layers = 0
         self._model = llama_cpp.llama_model_load_from_file(options["gguf"].encode(), params)
         if not self._model:
             raise ValueError(f"llama.cpp cannot load {options['gguf']}")

@@ -1,6 +1,6 @@
 """transformers' own generation, one sequence or a batch.
 
-Options: {"ckpt": DIR, "dtype": "float32", "threads": 1, "device": "cpu"}; the checkpoint is litgpt's, of Llama's kind.
+Options: {"ckpt": DIR, "dtype": "float32", "threads": 1}; the checkpoint is litgpt's, of Llama's kind.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from peers.llama_names import hf_tensors
-from peers.plain_weights import weights_of
+from peers.llama_names import hf_tensors, plain_weights
 from peers.protocol import Case, serve
 
 
@@ -47,17 +46,14 @@ class TransformersPeer:
         )  # fmt: skip
         with torch.device("meta"):
             self._model = LlamaForCausalLM(config)
-        self._device = torch.device(options.get("device", "cpu"))
-        named = hf_tensors(weights_of(folder, c, dtype, self._device), c)
+        named = hf_tensors(plain_weights(folder, dtype), c)
         self._model.load_state_dict(named, assign=True, strict=True)
         rotary = self._model.model.rotary_emb
-        self._model.model.rotary_emb = type(rotary)(config).to(
-            self._device
-        )  # its tables are no weights, and were made on "meta"
+        self._model.model.rotary_emb = type(rotary)(config)  # its tables are no weights, and were made on "meta"
         self._model.eval()
 
     def run(self, case: Case) -> dict[str, Any]:
-        ids = torch.tensor([case.prompt(i) for i in range(case.n_sequences)], device=self._device)
+        ids = torch.tensor([case.prompt(i) for i in range(case.n_sequences)])
         clock = _Clock()
         begin = time.perf_counter()
         with torch.inference_mode():

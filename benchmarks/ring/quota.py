@@ -62,9 +62,10 @@ class Quotas:
 def settings(share: float, is_v2: bool, period_us: int = PERIOD_US) -> list[tuple[str, str]]:
     """Files and what is to be written into them, in this order."""
     quota_us = max(SHORTEST_US, round(share * period_us))
+    # A quota is a limit and no promise: on a busy machine the group must also come before other programs.
     if is_v2:
-        return [("cpu.max", f"{quota_us} {period_us}")]
-    return [("cpu.cfs_period_us", str(period_us)), ("cpu.cfs_quota_us", str(quota_us))]
+        return [("cpu.weight", "800"), ("cpu.max", f"{quota_us} {period_us}")]
+    return [("cpu.shares", "8192"), ("cpu.cfs_period_us", str(period_us)), ("cpu.cfs_quota_us", str(quota_us))]
 
 
 def _parent() -> Path:

@@ -4,7 +4,6 @@ Options:
     chunks: folder with the chunk of each node, in the weight format that they are to compute with; or
     ckpt: directory of a checkpoint, which a single node brings into a format by itself.
     nodes: length of the ring.
-    devices: "cuda:0,cpu", one for each node; without it the nodes choose.
     flags: of starter.py, e.g. ["--quantize", "int8"].
     cores: node i is pinned to cores[i % len(cores)]; null pins nothing.
     threads: of each node.
@@ -55,7 +54,7 @@ class RingSystem:
         self._node: Run | None = None
         # A ring of one node must not get both cores.
         cores = options["cores"] and options["cores"][: n_nodes * n_threads]
-        self._ring = BenchRing(n_nodes, options.get("devices"), n_threads, None, False, False, cores=cores)
+        self._ring = BenchRing(n_nodes, None, n_threads, None, False, False, cores=cores)
         weights = ["--ckpt", options["ckpt"]] if "ckpt" in options else []
         if "chunks" in options:
             self._ring.chunks = Path(options["chunks"])
@@ -110,20 +109,15 @@ class RingSystem:
         node, self._node = self._node, None
         try:
             if node is not None:
-                found["secondaries"] = [_memory(pid) for pid in self._ring.pids]
+                found["secondaries"] = [
+                    {"resident_bytes": psutil.Process(pid).memory_info().rss} for pid in self._ring.pids
+                ]
                 node.close()
                 found["nodes"] = [one.to_json() for one in node.metrics().nodes]
                 node.close()
         finally:
             self._ring.__exit__(None, None, None)
         return found
-
-
-def _memory(pid: int) -> dict[str, Any]:
-    """What a process holds now, pages of mapped files included."""
-    maps = Path(f"/proc/{pid}/maps")
-    has_torch = maps.is_file() and "libtorch" in maps.read_text()
-    return {"resident_bytes": psutil.Process(pid).memory_info().rss, "has_torch": has_torch}
 
 
 def parse(flags: list[str]) -> Options:

@@ -7,33 +7,25 @@ from pathlib import Path
 from typing import Any
 
 COLORS = {"4 bits": "#1f6f54", "8 bits": "#4fa37c", "16 bits": "#a9d5bd"}
-# Panel -> program -> weights -> (scenario, label of the run)
-PANELS: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
+Bars = dict[str, tuple[str, str]]  # weights -> (scenario, label of the run)
+
+
+def _bars(name: str, of_16: str, label: str, kinds: tuple[str, str, str]) -> Bars:
+    scenarios = (name, name, of_16)
+    return {bits: (s, label.format(kind)) for bits, s, kind in zip(COLORS, scenarios, kinds, strict=True)}
+
+
+OURS, LLAMA = ("int4", "int8", "bf16"), ("q4_0", "q8_0", "bf16")
+PANELS: dict[str, dict[str, Bars]] = {  # panel -> program
     "One stream, one thread": {
-        "MDI-LLM\none node": {
-            "4 bits": ("one-stream", "ring int4 x1"),
-            "8 bits": ("one-stream", "ring int8 x1"),
-            "16 bits": ("one-stream-16", "ring bf16 x1"),
-        },
-        "llama.cpp": {
-            "4 bits": ("one-stream", "llama.cpp q4_0 x1"),
-            "8 bits": ("one-stream", "llama.cpp q8_0 x1"),
-            "16 bits": ("one-stream-16", "llama.cpp bf16 x1"),
-        },
+        "MDI-LLM\none node": _bars("one-stream", "one-stream-16", "ring {} x1", OURS),
+        "llama.cpp": _bars("one-stream", "one-stream-16", "llama.cpp {} x1", LLAMA),
         "litgpt": {"16 bits": ("frameworks", "litgpt bfloat16 x1, 1 seq")},
         "transformers": {"16 bits": ("frameworks", "transformers bfloat16 x1, 1 seq")},
     },
     "Sixteen sequences, two threads": {
-        "MDI-LLM\ntwo nodes": {
-            "4 bits": ("sixteen", "ring int4 x2"),
-            "8 bits": ("sixteen", "ring int8 x2"),
-            "16 bits": ("sixteen", "ring bf16 x2"),
-        },
-        "llama.cpp": {
-            "4 bits": ("sixteen", "llama.cpp q4_0 x2"),
-            "8 bits": ("sixteen", "llama.cpp q8_0 x2"),
-            "16 bits": ("sixteen", "llama.cpp bf16 x2"),
-        },
+        "MDI-LLM\ntwo nodes": _bars("sixteen", "sixteen", "ring {} x2", OURS),
+        "llama.cpp": _bars("sixteen", "sixteen", "llama.cpp {} x2", LLAMA),
         "litgpt\n(one after another)": {"16 bits": ("frameworks", "litgpt bfloat16 x2, 1 seq")},
         "transformers": {"16 bits": ("frameworks", "transformers bfloat16 x2, 16 seq")},
     },

@@ -51,18 +51,13 @@ def load_results(outcome: Outcome, system: str, shape: str, case: Case) -> list[
 
 
 def secondary_results(outcome: Outcome, system: str, shape: str, case: Case) -> list[CheckResult]:
-    """Of the secondaries: what they held while they computed, with or without torch."""
+    """Of the secondaries, which have no torch: what they held while they computed."""
     found = outcome.ends.get(system, {}).get("secondaries", [])
-    has_torch = any(one["has_torch"] for one in found)
     beyond = []
     for one, node in zip(found, _nodes(outcome, system)[1:], strict=False):
         n_blocks = node["layers"][1] - node["layers"][0]
-        known = block_bytes(shape, n_blocks, "int8") + cache_bytes(shape, n_blocks, case)
-        beyond.append(one["resident_bytes"] - known - (import_bytes() if has_torch else 0))
-    if has_torch:
-        what = "a secondary with torch: resident MB beyond weights, caches and imports"
-    else:
-        what = "a secondary without torch: resident MB beyond weights and caches"
+        beyond.append(one["resident_bytes"] - block_bytes(shape, n_blocks, "int8") - cache_bytes(shape, n_blocks, case))
+    what = "a secondary without torch: resident MB beyond weights and caches"
     return _result(outcome, system, what, beyond)
 
 

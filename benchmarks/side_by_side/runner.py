@@ -16,7 +16,6 @@ MODULES = {
     "ring": "ring.ring_worker",
     "ready": "ring.ready_worker",
     "read": "peers.read_test",
-    "device read": "peers.device_read_test",
     "litgpt": "peers.litgpt_peer",
     "transformers": "peers.transformers_peer",
     "llama.cpp": "peers.llama_cpp_peer",
@@ -120,18 +119,9 @@ def _run(run: Run, case: Case, workers: dict[str, Worker], outcome: Outcome, kee
 
 
 def _line(runs: list[Run], outcome: Outcome) -> str:
-    pieces = []
-    for run in runs:
-        if found := outcome.rounds.get(run.label):
-            last = found[-1]
-            key = next(
-                (k for k in ("decode_tokens_per_s", "read_bytes_per_s", "prefill_tokens_per_s") if k in last), None
-            )
-            value = last[key] if key else 0.0
-            pieces.append(
-                f"{run.label} {value / 1e9:.1f} GB/s" if key == "read_bytes_per_s" else f"{run.label} {value:.1f}"
-            )
-    return "; ".join(pieces)
+    keys = ("decode_tokens_per_s", "read_bytes_per_s", "prefill_tokens_per_s")
+    last = {run.label: found[-1] for run in runs if (found := outcome.rounds.get(run.label))}
+    return "; ".join(f"{label} {next((one[k] for k in keys if k in one), 0.0):.4g}" for label, one in last.items())
 
 
 def say(text: str) -> None:

@@ -15,7 +15,7 @@ class SystemSpec:
     """One process (for a ring: several) that stays loaded for the whole scenario.
 
     Attributes:
-        kind: "ring", "ready", "llama.cpp", "litgpt", "transformers", "read" or "device read".
+        kind: "ring", "ready", "llama.cpp", "litgpt", "transformers" or "read".
         options: see the module of its worker.
         cores: that it may use.
         environment: variables that its process has besides.

@@ -204,16 +204,6 @@ def two_nodes(setup: Setup) -> Scenario:
     return Scenario("two-nodes", "Two nodes against one (one memory)", tuple(systems), tuple(runs), tuple(checks))
 
 
-def grid(setup: Setup, nodes: list[int], sequences: list[int], fmt: str, prompts: list[int], n_new: int) -> Scenario:
-    """Every combination for one weight format."""
-    systems = [setup.ring(fmt, n, max_length=max(prompts) + n_new + 1) for n in nodes]
-    runs = [
-        Run(f"{s.name}, {n} seq, prompt {p}", s.name, setup.case(n, p, n_new))
-        for s in systems for n in sequences for p in prompts
-    ]  # fmt: skip
-    return Scenario(f"grid-{fmt}", f"Nodes x sequences x prompts, {fmt}", tuple(systems), tuple(runs), repeats=3)
-
-
 Builder = Callable[[Setup], Scenario]
 
 # Scenarios of several instruction sets: they need a llama.cpp for each.

@@ -15,7 +15,6 @@ from random_checkpoint import DEEP, DTYPE, SHAPES, config_of, n_weights
 from side_by_side.files import Checkpoint, Chunks, Gguf, Need
 from side_by_side.scenario import Run, SystemSpec
 
-FORMATS = tuple(LAYOUTS)
 GGUF_OF = {"float32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "q8_0", "int4": "q4_0"}
 CACHE = "fp16"  # what caches hold on both sides of a comparison
 LLAMA_CACHE_OF = {"float32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "q8_0"}  # by the ring's --kv-dtype

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from draw_figures import PETALS_STEPS, beside_papers, ring_bars
+from draw_figures import beside_papers, ring_bars
+from write_results import PETALS_TABLE_1
 
 
 @pytest.mark.parametrize("n_samples", [1, 3])
@@ -26,5 +27,6 @@ def test_values_of_papers_are_points_beside_our_lines() -> None:
         return sum(len(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "None")
 
     assert [n_points(memory), n_points(clients)] == [3 * 4, 12 * 3]
-    assert n_points(failures) == sum(step is not None for steps in PETALS_STEPS.values() for step in steps[1:])
+    drawn = [steps[way] for steps in PETALS_TABLE_1.values() for way in ("replay", "restart")]
+    assert n_points(failures) == sum(step is not None for steps in drawn for step in steps[1:])
     assert all(sum(line.get_linestyle() != "None" for line in axes.lines) > 1 for axes in (memory, failures, clients))

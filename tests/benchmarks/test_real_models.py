@@ -15,7 +15,7 @@ QUICK = ("gemma-4-E2B", "gemma-4-E4B", "gpt-oss-20b", "gemma-4-31B")  # whose sh
 
 def written() -> list[list[str]]:
     text = real_models.PAGE.read_text(encoding="utf-8")
-    rows = text.partition(real_models.BEGIN)[2].partition(real_models.END)[0].strip().splitlines()
+    rows = text.partition("<!-- real models -->")[2].partition("<!-- end of real models -->")[0].strip().splitlines()
     return [row.strip("| ").split(" | ") for row in rows]
 
 

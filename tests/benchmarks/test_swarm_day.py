@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm import MINUTES, N_LAYER, appendix_e, large, nobody_moves, of_petals, ours, simulate
+from swarm import MINUTES, N_LAYER, appendix_e, nobody_moves, of_petals, ours, simulate
 
 
 def test_servers_and_their_number_are_those_of_the_appendix() -> None:
@@ -28,8 +28,3 @@ def test_balancing_is_better_than_joining_well_and_that_than_chance() -> None:
     assert medians == sorted(medians) and full.summary()["zero"] == 0
     assert all(s <= 1 + 1e-9 for one in (chance, joins, petals, full) for s in one.share), "above the bound"
     assert full.n_moves > 0 == joins.n_moves
-
-
-def test_a_lost_span_of_a_large_swarm_is_served_again() -> None:
-    found = large(150, 12, 1, 0.2)
-    assert found["restored_s"] <= 240 and found["median"] > 0.5

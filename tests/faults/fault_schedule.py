@@ -104,10 +104,6 @@ class Saboteur:
         if self.errors:
             raise self.errors[0]
 
-    @property
-    def loses_a_node(self) -> bool:
-        return any(fault.action in LOSES_A_NODE or fault.point == "hand-over" for fault in self.done)
-
     def _run(self) -> None:
         try:
             for together in self._faults:

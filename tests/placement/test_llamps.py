@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
-from clusters import MB, block, cluster, model, node
-from leftovers import by_score, comparison_matrix, consistency_ratio, gma_scores, opa_scores, opa_weights, weights
+from clusters import block, cluster, model, node
+from leftovers import by_score, comparison_matrix, gma_scores, opa_scores, opa_weights, weights
 from llamps import FITS, MISSED, STEPS, TABLE, Fit, Row
-from mdi.errors import PlacementError, UsageError
+from mdi.errors import PlacementError
 from mdi.placement.cost import CostModel
 from mdi.placement.methods import filled, ranked, starting_rings
 from mdi.placement.model import Workload
@@ -47,14 +47,11 @@ def test_preferences_decide() -> None:
     assert by_score(cost, "opa", partial(opa_scores, preferences=cores)).names == ("n0", "n2")
 
 
-def test_what_fills_nobody_is_refused_with_what_is_missing() -> None:
-    cost = cost_of((150, 1), (60, 1))
-    with pytest.raises(PlacementError) as e:
-        by_score(cost, "gma", gma_scores)
-    assert e.value.missing == (("", 2 * (10 * MB + 32 * 2048)),)
-    with pytest.raises(PlacementError) as e:
+def test_what_fills_nobody_is_refused() -> None:
+    with pytest.raises(PlacementError, match="gma places 4 of 6 blocks"):
+        by_score(cost_of((150, 1), (60, 1)), "gma", gma_scores)
+    with pytest.raises(PlacementError):
         by_score(cost_of((80, 1), (900, 1)), "gma", gma_scores)
-    assert e.value.missing[0][0] == "n0"
 
 
 def test_where_blocks_differ_the_largest_counts() -> None:
@@ -73,25 +70,11 @@ def test_weights_of_two_criteria() -> None:
 def test_consistent_judgements_give_their_own_weights() -> None:
     matrix = comparison_matrix("abc", {("a", "b"): 2, ("b", "c"): 3, ("a", "c"): 6})
     assert weights(matrix) == pytest.approx((0.6, 0.3, 0.1))
-    assert consistency_ratio(matrix) == pytest.approx(0, abs=1e-9)
 
 
-def test_contradictions_are_seen() -> None:
-    # a over b over c over a, each clearly: no weights can mean that
+def test_judgements_that_go_round_weigh_alike() -> None:
     matrix = comparison_matrix("abc", {("a", "b"): 5, ("b", "c"): 5, ("c", "a"): 5})
     assert weights(matrix) == pytest.approx((1 / 3,) * 3)
-    # largest eigenvalue of this circulant: 1 + 5 + 1/5
-    assert consistency_ratio(matrix) == pytest.approx((6.2 - 3) / 2 / 0.58)
-
-
-@pytest.mark.parametrize(
-    ("preferences", "words"),
-    [({}, "no preference"), ({("a", "b"): 10}, "1/9 to 9"), ({("a", "x"): 2}, "two of"), ({("a", "a"): 2}, "two of")],
-)
-def test_preferences_that_make_no_sense(preferences: dict[tuple[str, str], float], words: str) -> None:
-    with pytest.raises(UsageError) as e:
-        comparison_matrix("ab", preferences)
-    assert words in str(e.value)
 
 
 ROWS = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.label)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from churn import Churn
 
-from swarm_processes import Churn
 from tiny_checkpoint import write_checkpoint
 
 

@@ -1,17 +1,12 @@
-#!/usr/bin/env python3
 """A standing swarm of real processes whose nodes come and go, while several starters generate over it.
 
-    swarm_processes.py                                   12 nodes, 3 starters, ten minutes
-    swarm_processes.py --nodes 6 --starters 2 --seconds 60
-
-The first three nodes and every third one after them have the model on their disks; to the others its parts come from them.
-Every few seconds a node is killed, asked to end, or halted for a time, or one comes; now and then a starter is killed. Each
-starter makes one run after the other. Every text must be that of a single node, and every run must end.
+The first nodes and every third one after them have the model on their disks; to the others its parts come from them. Every few
+seconds a node is killed, asked to end, or halted for a time, or one comes; now and then a starter is killed. Each starter makes
+one run after the other. Every text must be that of a single node, and every run must end.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -20,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -28,13 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+from mdi.net.keys import new_secret, write_keys
+from mdi.run.local import free_ports
 
-from mdi.net.keys import new_secret, write_keys  # noqa: E402
-from mdi.run.local import free_ports  # noqa: E402
-
-CKPT = ROOT / "assets" / "nano-llama"
+ROOT = Path(__file__).resolve().parents[2]
 NAME = "churned"
 PROMPTS = ("Once upon a time", "The little dog", "In the morning")
 N_TEXTS = 4  # of a run, at the same time
@@ -63,8 +54,8 @@ class Churn:
         seed: int,
         most_blocks: int,
         n_tokens: int,
-        ckpt: Path = CKPT,
-        n_whole: int = 3,
+        ckpt: Path,
+        n_whole: int,
     ) -> None:
         self.folder, self.n_nodes, self.rng = folder, n_nodes, random.Random(seed)
         self.most_blocks, self.n_tokens, self.ckpt = most_blocks, n_tokens, folder / NAME
@@ -243,24 +234,3 @@ class Churn:
             if node.poll() is None:
                 node.kill()
             node.wait(30)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=12)
-    parser.add_argument("--starters", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--each", type=float, default=8.0, help="seconds between two events, about")
-    parser.add_argument("--max-blocks", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=900)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        churn = Churn(Path(folder), options.nodes, options.seed, options.max_blocks, options.tokens)
-        found = churn.run(options.starters, options.seconds, options.each)
-    print(json.dumps(found, indent=1))
-    return int(bool(found["wrong"] or found["failures"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
