@@ -104,13 +104,6 @@ def run_all(names: list[str], args: argparse.Namespace, setup: Setup) -> int:
     return n_failed
 
 
-def prepare(names: list[str], args: argparse.Namespace, setup: Setup) -> int:
-    """Make all files that the scenarios need. Returns how many could not be made."""
-    for name in names:
-        SCENARIOS[name](setup)
-    return make_all(setup.needs, args.peers_python)
-
-
 def write_documents(args: argparse.Namespace) -> None:
     """Tables of what lies in the results folder into benchmarks/RESULTS.md, and the figure into assets/.
 
@@ -178,9 +171,7 @@ def parse() -> argparse.Namespace:
                         "instruction sets: where the libllama.so is that was built for each set")  # fmt: skip
     parser.add_argument("--cores", type=numbers, help="cores to pin to (default: the first two that there are)")
     parser.add_argument("--repeats", type=int, help="rounds (default: 5, or 1 where it says so)")
-    parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin no scenario and no round later than this"
-    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no scenario and no round later")
     parser.add_argument("--budget", type=float, default=600, help="seconds per scenario after which no round is begun "
                         "(%(default)s)")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one round of few tokens")
@@ -206,7 +197,9 @@ def main() -> int:
 
         return check(setup, args.peers_python)
     if args.prepare:
-        return 1 if prepare(list(SCENARIOS), args, setup) else 0
+        for scenario in SCENARIOS.values():
+            scenario(setup)  # says what it needs
+        return 1 if make_all(setup.needs, args.peers_python) else 0
     every = [name for name in SCENARIOS if args.llama_libs or name not in PER_SET]
     n_failed = run_all(every if args.all else args.scenario, args, setup)
     if args.all and not args.quick:

@@ -394,14 +394,12 @@ FIGURES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=on_path.ROOT / "assets", metavar="DIR")
-    parser.add_argument("--format", choices=("svg", "png"), default="svg")
     args = parser.parse_args()
     matplotlib.rcParams.update({"svg.hashsalt": "mdi", "font.family": "DejaVu Sans", "text.color": INK})
     for name, draw in FIGURES.items():
         figure = draw()
-        file = args.out / f"{name}.{args.format}"
-        metadata = {"Date": None} if args.format == "svg" else None  # the same picture is the same file
-        figure.savefig(file, facecolor="white", dpi=110, metadata=metadata)
+        file = args.out / f"{name}.svg"
+        figure.savefig(file, facecolor="white", metadata={"Date": None})  # the same picture is the same file
         plt.close(figure)
         print(f"wrote {file}")
 

@@ -4,8 +4,8 @@
     benchmarks/overheads.py [--json FILE] [--quick]
 
 The round trip of an 8 KB activation between two processes over our links (queues, threads, CRC and all), beside a bare socket,
-our frames alone, and pickled tensors. They take turns in each round, so that a noisy neighbour hits all of them. And the bytes
-of frames beyond their payload. Nothing is asserted.
+and our frames alone. They take turns in each round, so that a noisy neighbour hits all of them. And the bytes of frames beyond
+their payload. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import itertools
 import multiprocessing
 import os
-import pickle
 import secrets
 import socket
 import statistics
@@ -57,36 +56,19 @@ def read_exactly(sock: socket.socket, view: memoryview) -> bool:
     return True
 
 
-def send_pickled(sock: socket.socket, tensor: Any) -> None:
-    """A tensor as a length in 16 characters and a pickled dictionary; only ever between this program and its child."""
-    body = pickle.dumps({"sample_index": 0, "data": tensor, "stop": False})
-    sock.sendall(b"%-16d" % len(body) + body)
-
-
-def recv_pickled(sock: socket.socket) -> Any:
-    head = bytearray(16)
-    if not read_exactly(sock, memoryview(head)):
-        return None
-    body = bytearray(int(head))
-    read_exactly(sock, memoryview(body))
-    return pickle.loads(body)["data"]
-
-
 def pair() -> tuple[socket.socket, socket.socket]:
     """Both ends of a TCP connection over loopback."""
     from mdi.net.wire import tune
 
     with socket.create_server((HOST, 0)) as server:
         ends = socket.create_connection(server.getsockname()), server.accept()[0]
-    if ends[0].getsockname() != ends[1].getpeername():
-        raise SystemExit("another program has connected")  # what it sends is not to be unpickled
     for sock in ends:
         tune(sock)
     return ends
 
 
-def echo(raw: socket.socket, pickled: socket.socket, framed: socket.socket, ring_port: int, epoch: int) -> None:
-    """The other process: sends everything back, on two bare connections and as node 1 of a ring."""
+def echo(raw: socket.socket, framed: socket.socket, ring_port: int, epoch: int) -> None:
+    """The other process: sends everything back, on two bare connections, and as node 1 of a ring."""
     import torch
 
     from mdi.engine.rows import TensorRows
@@ -104,15 +86,11 @@ def echo(raw: socket.socket, pickled: socket.socket, framed: socket.socket, ring
         while read_exactly(raw, view):
             raw.sendall(view)
 
-    def echo_pickled() -> None:
-        while (tensor := recv_pickled(pickled)) is not None:
-            send_pickled(pickled, tensor)
-
     def echo_framed() -> None:
         while (frame := read_frame(framed, PLAIN)) is not None:
             send_frame(framed, frame)
 
-    for target in (echo_raw, echo_pickled, echo_framed):
+    for target in (echo_raw, echo_framed):
         threading.Thread(target=target, daemon=True).start()
     sock = expectation.wait(30)
     if sock is None:
@@ -144,8 +122,8 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
     x = torch.randn(1, N_COLS)
     bare, epoch = bytearray(x.numpy().tobytes()), secrets.randbits(64)
     listener = open_listener("starter")
-    (raw, *echo_raw), (pickled, *echo_pickled), (framed, *echo_framed) = pair(), pair(), pair()
-    ends = (*echo_raw, *echo_pickled, *echo_framed)
+    (raw, *echo_raw), (framed, *echo_framed) = pair(), pair()
+    ends = (*echo_raw, *echo_framed)
     child = multiprocessing.get_context("fork").Process(target=echo, args=(*ends, listener.port, epoch))
     child.start()
     for sock in ends:
@@ -165,10 +143,6 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
         raw.sendall(bare)
         read_exactly(raw, memoryview(bare))
 
-    def over_pickle() -> None:
-        send_pickled(pickled, x)
-        recv_pickled(pickled)
-
     def over_frames() -> None:
         send_frame(framed, frame())
         read_frame(framed, PLAIN)
@@ -183,7 +157,6 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
         "bare socket": over_socket,
         "our frames, without threads and queues": over_frames,
         "our links": over_links,
-        "pickled tensors": over_pickle,
     }
     times: dict[str, list[list[float]]] = {name: [] for name in ways}
     for _ in range(n_rounds):
@@ -192,7 +165,7 @@ def round_trips(n_rounds: int, n_trips: int, n_warm: int) -> dict[str, dict[str,
     ring.stop("measured")
     ring.close()
     listener.close()
-    for sock in (raw, pickled, framed):
+    for sock in (raw, framed):
         sock.close()
     child.join(30)
     return {name: summary(rounds) for name, rounds in times.items()}

@@ -37,8 +37,6 @@ PIECE_BYTES = 8 << 20
 WINDOW_BYTES = 176 << 20  # of two units of the 1.1 B shape in float32
 MARGIN_BYTES = 20_000_000  # of the group, for the shell and what is charged to it beside the process
 DEADLINE_S = 900
-# Such as "chrt -f 10 taskset -c 1", on a machine that is not quiet.
-PREFIX = os.environ.get("BENCHMARK_PREFIX", "").split()
 
 
 def drop(paths: list[Path]) -> None:
@@ -81,7 +79,7 @@ def ours(args: argparse.Namespace, chunk: Path, n_texts: int) -> dict[str, Any]:
         found, said = asked(
             "sample", "--ckpt", args.checkpoint, "--quantize", "float32", "--prompt", PROMPT, "--prompt-style", "none",
             "--n-samples", n_texts, "--n-tokens", args.tokens, "--temperature", 0, "--sequence-length", 64, "--draft", "none",
-            "--threads", args.threads, "--memory", args.memory - MARGIN_BYTES, inside=group.command(PREFIX),
+            "--threads", args.threads, "--memory", args.memory - MARGIN_BYTES, inside=group.command([]),
             environment={"OMP_NUM_THREADS": str(args.threads), "MDI_CACHE_DIR": args.cache},
         )  # fmt: skip
         peak = group.peak_bytes()
@@ -109,7 +107,7 @@ def peer(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         drop(files)
         words = (folder, limit, args.tokens, args.threads)
         with memory_group(limit) as group:
-            command = group.command([*PREFIX, args.peer_python, str(PEER), *map(str, words)])
+            command = group.command([args.peer_python, str(PEER), *map(str, words)])
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
             peak, n_killed = group.peak_bytes(), group.n_killed()
         error = done.stderr[-300:] if done.returncode else ""

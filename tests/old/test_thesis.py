@@ -20,9 +20,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import thesis  # noqa: E402
-import thesis_rates  # noqa: E402
 import thesis_report  # noqa: E402
-import thesis_text  # noqa: E402
+import thesis_train  # noqa: E402
 from thesis_numbers import BY_KEY, MODELS  # noqa: E402
 
 
@@ -47,16 +46,16 @@ def test_rates_count_what_all_runs_have() -> None:
     """Four tokens in four seconds, and six in three: of these, four took two seconds."""
     model = BY_KEY["gpt2"]
     runs = {"gpt2/1": run_of([1, 2, 3, 4], [1]), "gpt2/3": run_of([0.5, 1, 1.5, 2, 2.5, 3], [1, 1, 1])}
-    assert thesis_rates.compared_tokens(runs, model) == 4
-    assert [thesis_rates.rate(runs, model, n) for n in (1, 2, 3)] == [1, None, 2]
-    assert thesis_rates.slowdown(runs, model) == pytest.approx(1), "a straight line"
+    assert thesis_report.compared_tokens(runs, model) == 4
+    assert [thesis_report.rate(runs, model, n) for n in (1, 2, 3)] == [1, None, 2]
+    assert thesis_report.slowdown(runs, model) == pytest.approx(1), "a straight line"
     bent = {"gpt2/1": run_of([n * n / 100 for n in range(1, 401)], [1])}
-    assert thesis_rates.slowdown(bent, model) == pytest.approx(7 / 3)
+    assert thesis_report.slowdown(bent, model) == pytest.approx(7 / 3)
 
 
 def test_points_that_were_left_out_are_interpolated() -> None:
-    assert thesis_rates.time_at([[1.0, 10], [3.0, 20]], 15) == pytest.approx(2.0)
-    assert thesis_rates.time_at([[1.0, 10], [3.0, 20]], 5) == pytest.approx(0.5)
+    assert thesis_report.time_at([[1.0, 10], [3.0, 20]], 15) == pytest.approx(2.0)
+    assert thesis_report.time_at([[1.0, 10], [3.0, 20]], 5) == pytest.approx(0.5)
 
 
 def test_report_fills_the_page_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +91,9 @@ def test_three_texts_count_whole_beside_two() -> None:
     """Three texts of two tokens in three seconds, two in two: a third of the work more, at the same rate."""
     model = BY_KEY["gpt2"]
     runs = {"gpt2/1": run_of([0.5, 1, 1.5, 2], [1]), "gpt2/3": run_of([0.1, 0.2, 0.3, 0.4, 1, 3], [1, 1, 1])}
-    assert thesis_rates.whole_rate(runs, model, 1) == thesis_rates.whole_rate(runs, model, 3) == 2
-    assert thesis_rates.whole_rate(runs, model, 2) is None
-    assert thesis_rates.rate(runs, model, 3) == 10, "what the thesis did: their longest part is left out"
+    assert thesis_report.whole_rate(runs, model, 1) == thesis_report.whole_rate(runs, model, 3) == 2
+    assert thesis_report.whole_rate(runs, model, 2) is None
+    assert thesis_report.rate(runs, model, 3) == 10, "what the thesis did: their longest part is left out"
 
 
 def test_how_much_of_the_evaluation_there_is_is_told() -> None:
@@ -117,13 +116,13 @@ def test_training_is_told() -> None:
 
 
 def test_the_text_has_the_characters_and_the_chance_that_it_should() -> None:
-    text = thesis_text.grammar_text()
-    assert len(set(text)) == 65 and text == thesis_text.grammar_text()
+    text = thesis_train.grammar_text()
+    assert len(set(text)) == 65 and text == thesis_train.grammar_text()
     lines = text.splitlines()
     # Five kinds of lines, equally likely; ln 5 + ln 26 + ln 8 + ... each, over the mean length of a line.
     choices = [(26, 8, 8, 15, 6), (8, 15, 6, 26, 8), (8, 15, 26, 26), (26, 15, 8, 8, 6), (26, 8, 15, 6)]
     nats = math.log(5) + sum(math.log(math.prod(numbers)) for numbers in choices) / 5
-    assert thesis_text.entropy() == pytest.approx(nats / (len(text) / len(lines)), rel=0.005)
+    assert thesis_train.entropy() == pytest.approx(nats / (len(text) / len(lines)), rel=0.005)
 
 
 def test_an_evaluation_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
