@@ -290,7 +290,7 @@ def serving() -> str:
          f"{prompt['gap_p95_s']:.2f} s; {prompt['gap_p95_during_s']:.2f} s: {prompt['ratio']:.2f}x"],
         ["texts", "tokens/s of 16 texts: the command; the API",
          f"{times(texts['tokens_s']['command'])}; {times(texts['tokens_s']['api'])}: {texts['ratio']:.2f}x"],
-        ["peer", "tokens/s of 16 texts; of `llama-server -np 16` with two threads and q8_0",
+        ["peer", "tokens/s of 16 texts, SmolLM2 from its Q4_1 file; of `llama-server -np 16` from the same, two threads",
          f"{times(peer['tokens_s']['ours'])}; {times(peer['tokens_s']['theirs'])}: {peer['ratio']:.2f}x"],
         ["", "first token, median and 95th percentile; of llama-server",
          f"{peer['first_token_p50_s']['ours']:.1f} and {peer['first_token_p95_s']['ours']:.1f} s; "
