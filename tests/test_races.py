@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import queue
 import threading
@@ -251,6 +252,33 @@ def test_a_ring_that_broke_is_not_kept() -> None:
         engine.break_off()
         until(lambda number=number: loop.running is not None and loop.running.number == number)  # type: ignore[misc]
         until_gone(link)
+    ended(loop, cancel)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["its own error", "another one's"])
+def test_what_was_made_for_a_ring_that_could_not_be_formed_is_not_kept(is_first: bool) -> None:
+    """Nobody waits for the garbage collector: stages are large."""
+    made: list[weakref.ref[object]] = []
+
+    def refuse(n: int) -> None:
+        stage = LoopbackRing(1, n)
+        if n == 2:
+            made.append(weakref.ref(stage))
+            try:
+                raise NodeLostError("b", "no link")
+            except NodeLostError:
+                if is_first:
+                    raise
+                raise NodeLostError("b", "it cannot be formed") from None
+
+    gc.disable()
+    try:
+        rings, engine = Rings(refuse), Engine(1)
+        loop, cancel = started(rings, engine)
+        until(lambda: loop.running is not None and loop.running.number == 3)
+        assert made[0]() is None
+    finally:
+        gc.enable()
     ended(loop, cancel)
 
 

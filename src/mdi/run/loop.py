@@ -733,6 +733,8 @@ class RingLoop:
             except MdiError as e:
                 if self._cancel.is_cancelled:
                     raise
+                # Its frames have the stage that was made for this ring, and would keep each other until a collection.
+                e.__context__ = e.__cause__ = e.__traceback__ = None
                 event = NotFormed(e, decision if isinstance(decision, Form) else None, self._former.reached)
             decision = self.policy.next(event, self._clock())
         raise decision.error
