@@ -174,7 +174,8 @@ def test_fp8_folders_of_qwen3_5_have_bf16_scales_and_experts_apart(tmp_path: Pat
     assert spec_without_name(found) == spec_without_name(expected) and len(stored) > len(numbers)
     for name in expected.specs:
         assert np.array_equal(np.array(found.array(name), np.float32), np.array(expected.array(name), np.float32)), name
-    logits = [logits_of(stages_of(one, [0, 4], len(IDS)), IDS[:40]) for one in (found, expected)]
+    # In the kernels: torch's products depend on where in memory a matrix begins, on some processors.
+    logits = [logits_of(stages_of(one, [0, 4], len(IDS), None, "kernels"), IDS[:40]) for one in (found, expected)]
     assert np.array_equal(*logits) and np.ptp(logits[0]) > 1
 
 
