@@ -82,7 +82,9 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     convert(folder, target=made, progress=False)
     again = open_source(made)
     assert again.config == source.config
-    assert np.array_equal(logits_of(stages_of(again, [0, n_layer], len(ids)), ids), found)
+    assert all(np.array_equal(np.array(again.array(key)), np.array(source.array(key))) for key in source.specs)
+    # Torch's products depend on where in memory a matrix begins, on some processors.
+    assert np.abs(logits_of(stages_of(again, [0, n_layer], len(ids)), ids) - found).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", CASES)
