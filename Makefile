@@ -31,7 +31,7 @@ help:
 	@echo "make demo   three nodes on this machine write three texts with the embedded model, then one node does"
 	@echo "make serve  three nodes on this machine serve the embedded model: OpenAI's API and a page on http://127.0.0.1:8000"
 	@echo "make test   the test suite, without what is marked as slow"
-	@echo "make slow   that: the kernels under sanitizers and as emulated ARM boards have them, long runs of training"
+	@echo "make slow   that: whole rings that lose nodes, the kernels under sanitizers and as emulated ARM boards have them, training"
 	@echo "make fast   engine, frames, links and kernels, in about a minute of processor time on two cores"
 	@echo "make references  installs transformers beside the project and writes models with it, which the suite then compares with"
 	@echo "make clients     installs openai, anthropic, ollama, litellm, langchain and agents beside the project; the suite then asks the server with them"

@@ -124,6 +124,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_nodes", "way"), [(1, "int8"), (1, "guesses"), *((3, way) for way in WAYS)])
 def test_texts_do_not_depend_on_who_shares_their_frames(n_nodes: int, way: str, made: Made, tmp_path: Path) -> None:
     with run_of(made, tmp_path / "plain", adapter=(), **WAYS[way]) as run:

@@ -392,6 +392,7 @@ def test_a_search_goes_on_over_another_ring_without_caches() -> None:
             assert ring.caches() == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_caches_in_8_bits_are_copied_with_their_scales(kv_dtype: str, tmp_path: Path) -> None:
     """The texts are those that the definition finds with the probabilities of the same run, text by text."""

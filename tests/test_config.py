@@ -290,6 +290,7 @@ def spots(data: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [spot for key, value in items for spot in ((*here, key), *spots(value, (*here, key)))]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(spot=st.sampled_from(spots(network())), value=JSON)
 def test_any_value_anywhere_is_accepted_or_a_usage_error(tmp_path: Path, spot: tuple[Any, ...], value: Any) -> None:

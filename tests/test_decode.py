@@ -98,6 +98,7 @@ def test_what_is_no_object(text: str | bytes) -> None:
     assert said.startswith("the answer") and len(said) < 300 and "\n" not in said
 
 
+@pytest.mark.slow
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists, max_leaves=20))
 def test_anything_is_shown_in_one_short_line(value: Any) -> None:
     assert len(shown(value)) < 120 and "\n" not in shown(value)

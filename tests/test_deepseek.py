@@ -91,6 +91,7 @@ ANSWERS: dict[str, tuple[bool, str, str, str, list[Call]]] = {
 WITH_FUNCTION = [*TOOLS, {"type": "function", "function": {"name": "function"}}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("are_special", [True, False])
 @pytest.mark.parametrize("case", ANSWERS)
 def test_an_answer_comes_apart_wherever_it_is_cut(case: str, are_special: bool, tmp_path: Path) -> None:

@@ -363,6 +363,7 @@ def test_what_could_not_be_asked() -> None:
     assert problem.advice == "secondary0 does not answer"
 
 
+@pytest.mark.slow
 def test_the_machines_of_the_users_key_are_examined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -399,6 +400,7 @@ def test_an_open_port_is_a_node_that_takes_nothing() -> None:
 # The command
 
 
+@pytest.mark.slow
 def test_the_command(two: list[SecondaryNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ports = free_ports(2)
     entries = [

@@ -67,6 +67,7 @@ def test_growth_is_seen() -> None:
     assert len(grown([*[quiet] * 3, *[more] * 3])) == 3
 
 
+@pytest.mark.slow
 def test_nothing_grows_from_run_to_run(nodes: Nodes) -> None:
     samples, texts = [], set()
     for n in range(2 * N_SAMPLES):

@@ -115,6 +115,7 @@ def test_what_is_beside_the_tensors_does_not_count(file: Path, other: Path) -> N
     assert hashes(file) == hashes(other)
 
 
+@pytest.mark.slow
 def test_each_bit_of_a_tensor_counts(file: Path, tmp_path: Path) -> None:
     """Rows of each type, and floats: one bit is another part, and the others stay."""
     source, before = GgufSource(file), hashes(file)
@@ -154,6 +155,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 GROUP = ParallelOptions("tensor", is_head_shared=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form, parallel", [("own", ParallelOptions()), ("own", GROUP), ("int8", ParallelOptions())])
 def test_a_node_with_such_a_file_needs_nothing(
     form: str, parallel: ParallelOptions, file: Path, other: Path, tmp_path: Path, sent: list[str]

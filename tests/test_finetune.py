@@ -110,6 +110,7 @@ def test_the_loss_curve_is_the_same_on_any_number_of_nodes(
     assert len(curve) >= 200 and curve[-1] < 0.8 * curve[0]
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_changes_no_loss(
     alone: Path, checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_node_that_is_killed_changes_no_loss(
     assert killed and results(tmp_path / "out") == results(alone)
 
 
+@pytest.mark.slow
 def test_what_was_interrupted_goes_on_to_the_same_bits(
     alone: Path, checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +165,7 @@ def test_what_was_interrupted_goes_on_to_the_same_bits(
     assert results(out) == results(alone)
 
 
+@pytest.mark.slow
 def test_the_disk_is_private_and_reckoned_before_anything_is_computed(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +201,7 @@ def test_damaged_outputs_are_computed_again(checkpoint: Path, data: Path, alone:
     assert results(out) == results(alone)
 
 
+@pytest.mark.slow
 def test_eight_bits_and_int8_blocks_learn_as_well(alone: Path, checkpoint: Path, data: Path, tmp_path: Path) -> None:
     flags = ("--feature-bits", "8", "--wire-dtype", "fp16", "--nodes", "2", "--quantize", "int8")
     assert finetune(checkpoint, data, tmp_path / "out", *flags) == 0
@@ -205,6 +209,7 @@ def test_eight_bits_and_int8_blocks_learn_as_well(alone: Path, checkpoint: Path,
     assert found != exact and found == pytest.approx(exact, rel=0.05)
 
 
+@pytest.mark.slow
 def test_kept_logits_give_the_same_losses(
     alone: Path, checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,6 +337,7 @@ def test_texts_are_those_of_the_reference_with_the_side_network(
         assert run.samples[0].token_ids != expected and run.identity != identity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_nodes", [1, 3])
 def test_each_text_has_the_side_network_that_it_names(n_nodes: int, checkpoint: Path, tmp_path: Path) -> None:
     """Of several in the same frames, which read other blocks, beside an adapter in PEFT's form; and none if it names none."""
@@ -414,6 +420,7 @@ def test_the_first_loss_is_that_of_the_model_itself(checkpoint: Path, tmp_path: 
     assert float((tmp_path / "out" / "losses.csv").read_text().split(",")[-1]) == pytest.approx(expected, abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 @pytest.mark.parametrize("family", ["bloom", "falcon-rw", "gpt2", "opt", "opt-behind", "glm", "minimax", "gpt-oss"])
 def test_blocks_that_only_the_kernels_compute_are_a_base(family: str, tmp_path: Path) -> None:
@@ -462,6 +469,7 @@ def base_stage(source: LitCheckpoint, n_blocks: int) -> KernelStage:
     return stage
 
 
+@pytest.mark.slow
 def test_classes_are_learned_and_told_apart(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -317,6 +317,7 @@ def test_with_lora_the_logits_are_those_of_the_merged_weights(form: str, tmp_pat
     assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_ring_of_three_has_the_tokens_of_one_node(source: LitCheckpoint, tmp_path: Path) -> None:
     tokenizer().save(str(source.path / "tokenizer.json"))
     prompt = [int(token) for token in ids_of(source)[:50]]

@@ -277,6 +277,7 @@ class Timed(Speculation):
         super().returned(number, self._now_s, 0.0, n_tokens)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     n_texts=st.integers(2, 6), most_rows=st.integers(2, 8), row_s=st.sampled_from([0.001, 0.1]),
@@ -418,6 +419,7 @@ def _wanted(slices: SliceTable) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     mode=st.sampled_from(sorted(MODES)), at_once=st.tuples(st.integers(1, 6), st.integers(1, 4)),

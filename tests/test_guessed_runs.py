@@ -101,6 +101,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("has_draft", [False, True], ids=["lookup", "draft"])
 def test_a_run_with_guesses_gives_the_same_texts(name: str, has_draft: bool, checkpoint: Path, tmp_path: Path) -> None:

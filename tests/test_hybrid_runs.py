@@ -47,6 +47,7 @@ def expect_texts(ids: list[list[int]], metrics: RunMetrics) -> list[dict[str, An
     return told["nodes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "groups", [("a", "a", "b", "b"), ("a", None, "a"), (None, "b", "b"), ("a", "a", None, "b", "b")]
 )
@@ -151,6 +152,7 @@ def test_groups_that_nobody_named(checkpoint: Path, tmp_path: Path, monkeypatch:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups, n_left", [(("a", "a", "b", "b"), 3), ((None, "b", "b"), 2)])
 def test_texts_go_on_when_a_member_is_lost(
     groups: Groups, n_left: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
@@ -167,6 +169,7 @@ def test_texts_go_on_when_a_member_is_lost(
     assert recovery["replaced_by"] == ("starter" if groups[0] else "secondary1")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_told_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
     with secondaries(2, tmp_path) as nodes:
         for parallel in (ParallelOptions(is_head_shared=True), ParallelOptions(parts=(1.0, 1.0))):

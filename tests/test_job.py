@@ -151,6 +151,7 @@ class Node:
         self.turns.run()
 
 
+@pytest.mark.slow
 def test_the_others_end_if_the_first_process_never_comes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(discover, "HEAD_S", 0.0)
     node: Any = Node()

@@ -649,6 +649,7 @@ def test_owners_that_go_while_room_is_made(tmp_path: Path, monkeypatch: pytest.M
         assert names == {path.name for path in all_files([tmp_path])}
 
 
+@pytest.mark.slow
 def test_two_processes_together_keep_no_more_than_the_limit(tmp_path: Path) -> None:
     limit, caches = 1 << 19, MadeUp(16)
     (part := tmp_path / "other" / f"{'0' * 40}.kv.{os.getpid()}.part").parent.mkdir()

@@ -318,6 +318,7 @@ def test_closing_drops_who_waits(guests: Guests) -> None:
         socket.create_connection(sock.getpeername(), 1).close()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.binary(min_size=HEADER_BYTES, max_size=120),

@@ -244,6 +244,7 @@ def check_near(gpt: GPT, found: list[list[int]]) -> None:
         assert len(own) == N_TOKENS and bool((behind < 0.1 * logits.std(dim=1)).all()), behind / logits.std(dim=1)
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("word", ["q4_k", "q6_k"])
 def test_ids_are_those_of_the_unpacked_numbers_over_any_number_of_nodes(
@@ -261,6 +262,7 @@ def test_ids_are_those_of_the_unpacked_numbers_over_any_number_of_nodes(
         assert ids(cluster_of(nodes), checkpoint, tmp_path, quantize=word) == wanted
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_what_is_made_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdi.checkpoint.kept_packed.LEAST_BYTES", 1)
@@ -274,6 +276,7 @@ def test_what_is_made_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {path: path.stat().st_mtime_ns for path in cache.glob("*.safetensors")} == kept
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_chunks_in_a_mixture_are_found_by_its_name(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -69,6 +69,7 @@ def test_children_count() -> None:
     assert not family.sample(2.0).usages, "what has ended holds nothing"
 
 
+@pytest.mark.slow
 def test_an_orphan_still_belongs_to_the_family() -> None:
     """The middle process ends; what it had started is known from before."""
     middle = (

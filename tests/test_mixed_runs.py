@@ -97,6 +97,7 @@ def alone() -> ClusterConfig:
     return ClusterConfig(NodeConfig("starter", "127.0.0.1", 0, 0), ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "n_nodes, options",
     [

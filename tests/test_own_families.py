@@ -651,6 +651,7 @@ def test_torch_computes_what_the_kernels_do_not(source: LitCheckpoint) -> None:
     assert refused.value.code == "shape"
 
 
+@pytest.mark.slow
 def test_nodes_without_kernels_have_the_same_tokens(source: LitCheckpoint, tmp_path: Path, in_torch: None) -> None:
     ids = [int(token) for token in ids_of(source)[:20]]
     found = continued(source, ids)
@@ -660,6 +661,7 @@ def test_nodes_without_kernels_have_the_same_tokens(source: LitCheckpoint, tmp_p
         assert ControlClient(entry_of(nodes[0])).profile(ProfileRequest(source.model_id))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "method"),
     [("gpt-oss", "lora"), ("minimax", "prompt"), ("glm", "deep-prompt"), ("bloom", "prefix"), ("opt", "prefix")],

@@ -99,6 +99,7 @@ def test_a_node_sends_parts_only_in_its_own_runs(tmp_path: Path, tarpit: int) ->
     assert (caught.value.status, caught.value.code) == (409, "run")
 
 
+@pytest.mark.slow
 def test_nodes_that_take_nothing_do_not_hold_this_one(
     tmp_path: Path, tarpit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +218,7 @@ def test_pieces_from_an_offset() -> None:
         assert b"".join(from_offset([b"abc", b"", b"def"], skip)) == b"abcdef"[skip:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "following",
     [

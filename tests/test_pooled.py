@@ -71,6 +71,7 @@ def pooled(run: Run, ids: list[int], pooling: str, adapter: str = "") -> np.ndar
     return request.pooled.vector
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_rows_are_those_of_the_reference_beside_texts_that_are_written(
     name: str,

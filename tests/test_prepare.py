@@ -119,6 +119,7 @@ def test_a_name_given_by_hand_that_does_not_fit_the_weights(tmp_path: Path, monk
     assert "model.layers.<i>.odd" in str(e.value) and "llama-tiny" in str(e.value) and "\n" not in str(e.value)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="peak memory is read as POSIX has it")
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_the_model_is_never_in_memory_as_a_whole(tmp_path: Path, suffix: str) -> None:
@@ -343,6 +344,7 @@ def test_no_space_to_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert caught.value.code == "disk"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="resource limits are POSIX")
 def test_a_disk_that_gets_full(tmp_path: Path) -> None:
     directory, _ = tiny_hf(tmp_path / "m")

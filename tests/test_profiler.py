@@ -70,6 +70,7 @@ def test_a_node_measures_itself(tmp_path: Path, subject: Subject) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_larger_model_takes_longer(tmp_path: Path) -> None:
     """The times are of this model: twenty times the work is seen, whatever the machine."""
     large = ModelConfig.from_litgpt(tiny_config(n_embd=256, n_head=8, head_size=32, intermediate_size=8192, n_layer=2))

@@ -128,6 +128,7 @@ def test_scales_that_half_precision_does_not_hold_are_not_carried_over(tmp_path:
     assert not found.has_halves and np.array_equal(found.array("x.weight"), numbers)
 
 
+@pytest.mark.slow
 def test_a_folder_is_the_model_of_its_numbers(tmp_path: Path, kind: str) -> None:
     """Read, packed, and run over one node and three: as the same weights in float32."""
     folder, same = folders(tmp_path, kind)
@@ -237,6 +238,7 @@ def test_prepare_model_packs_it_as_it_is(
     assert "second time" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_packing_never_has_the_whole_model_in_memory(tmp_path: Path, kind: str) -> None:
     folder, _ = folders(tmp_path, kind, n_layer=16)
     source = PackedSource(open_source(folder), Packing("int8" if kind.startswith("fp8") else kind, "int8"))

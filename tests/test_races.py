@@ -242,6 +242,7 @@ def test_a_ring_that_is_formed_after_the_end_is_closed(monkeypatch: pytest.Monke
     assert engine.ran == [1] and loop.failure is None
 
 
+@pytest.mark.slow
 def test_a_ring_that_broke_is_not_kept() -> None:
     """Its caches would take their memory as long as the run goes on."""
     rings, engine = Rings(), Engine()

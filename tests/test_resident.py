@@ -96,6 +96,7 @@ class Library:
         return self.n_asked
 
 
+@pytest.mark.slow
 def test_each_mapping_is_named_as_long_as_it_is_there(path: Path) -> None:
     library = Library()
     whole = map_bytes(path, 0, 300_000)

@@ -447,6 +447,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake_module, "REPORT_S", 0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_node_that_is_frozen_is_named_long_before_an_answer_is_due(caplog: pytest.LogCaptureFixture) -> None:
     """The kernel has taken the connection for it; the node before it is alive, and waits as long as the starter does."""
@@ -461,6 +462,7 @@ def test_a_node_that_is_frozen_is_named_long_before_an_answer_is_due(caplog: pyt
     assert "secondary0 waits for secondary1 to join the ring" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_node_that_takes_its_time_is_not_frozen() -> None:
     """It gives signs of life for longer than the silence after which it would be taken for frozen, and then says no."""
@@ -514,6 +516,7 @@ class Joining:
         self._thread.join(DEADLINE_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behave", "message"),
     [

@@ -170,6 +170,7 @@ OF_A_BLOCK: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learned", OF_A_BLOCK)
 def test_a_pass_has_the_plain_weights_and_the_activations_of_one_block(
     learned: str, monkeypatch: pytest.MonkeyPatch
@@ -264,6 +265,7 @@ def test_packed_blocks_have_the_gradients_of_the_numbers_that_they_stand_for(
         alike(torch.autograd.grad(found, x, dy)[0], gradient, 1e-4)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_between_both_ways_changes_no_gradient(checkpoint: Path, tmp_path: Path) -> None:
     """Also of what is trained in each block: the nodes of the next ring have other blocks."""
     gpt = tiny_gpt()

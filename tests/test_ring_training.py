@@ -249,6 +249,7 @@ def curve(
             return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_losses_are_the_same_on_any_number_of_nodes(method: str, checkpoint: Path, tmp_path: Path) -> None:
     kind = TuningKind(method, 2, 4, EVERY, LENGTH)
@@ -609,6 +610,7 @@ def stopped_after_three_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         yield
 
 
+@pytest.mark.slow
 def test_what_was_interrupted_goes_on_to_the_same_bits(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

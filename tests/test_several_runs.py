@@ -76,6 +76,7 @@ def expected(seed: int, n_tokens: int) -> list[list[int]]:
     return [list(reference(text, n_tokens, seed)) for text in TEXTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_rings", [2, 3])
 def test_rings_of_different_models_run_at_the_same_time(checkpoints: list[Path], tmp_path: Path, n_rings: int) -> None:
     found: dict[int, list[list[int]]] = {}
@@ -174,6 +175,7 @@ def rows(n: int, n_embd: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((n, n_embd)).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_a_neighbour_that_reads_nothing_stops_its_own_ring_only(node: SecondaryNode, checkpoints: list[Path]) -> None:
     """Frames are sent to it until the node's queue is full, and nothing is taken from it."""
     with frame_starter(node, checkpoints[0], capacity=2) as stuck:
@@ -369,6 +371,7 @@ def test_a_stage_that_is_dropped_gives_its_memory_back(checkpoints: list[Path], 
         until_gone(stage)
 
 
+@pytest.mark.slow
 def test_short_runs_leave_nothing_behind(checkpoints: list[Path], tmp_path: Path) -> None:
     """MDI_RUNS says how many; after a few, each is like the one before."""
     n_runs = int(os.environ.get("MDI_RUNS", "8"))

@@ -232,6 +232,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("plain") / "tiny", gpt=model_of(LLAMA), with_end=False)
 
 
+@pytest.mark.slow
 def test_runs_go_on_from_what_groups_have_kept_and_survive_a_lost_member(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

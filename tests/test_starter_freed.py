@@ -30,6 +30,7 @@ def run(cluster: ClusterConfig, ckpt: Path) -> dict[str, weakref.ref[object]]:
     return {name: weakref.ref(part) for name, part in parts.items() if part is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_secondaries", [0, 2])
 def test_nothing_of_a_closed_starter_is_left(tmp_path: Path, n_secondaries: int) -> None:
     ckpt = write_checkpoint(tmp_path / "tiny")

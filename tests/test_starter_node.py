@@ -37,6 +37,7 @@ from waiting import until
 Ring = Callable[..., tuple[Run, SecondaryNode]]
 
 
+@pytest.mark.slow
 def test_a_node_that_is_ready_early_waits_for_the_others(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The starter takes longer than a node waits for one that says nothing."""
     load = StarterSupply.reading

@@ -168,6 +168,7 @@ def say(ring: Nodes, index: int, work: Any) -> None:
         link.work = work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_nodes", [2, 3])
 def test_neighbours_notice_a_node_that_is_stuck(n_nodes: int) -> None:
     with nodes(n_nodes, silence_s=30.0) as ring:
@@ -177,6 +178,7 @@ def test_neighbours_notice_a_node_that_is_stuck(n_nodes: int) -> None:
             assert (error.node, error.code) == ("secondary0", Code.STUCK)
 
 
+@pytest.mark.slow
 def test_neighbours_are_patient_with_a_node_that_is_slow() -> None:
     n_asked = 0
 
@@ -193,6 +195,7 @@ def test_neighbours_are_patient_with_a_node_that_is_slow() -> None:
         assert frame is not None and frame.number == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(library.load() is None, reason=f"no kernels: {library.why_not()}")
 def test_the_ring_goes_on_without_a_node_that_is_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compute, stuck, go_on = KernelStage.__call__, threading.Event(), threading.Event()

@@ -140,6 +140,7 @@ def test_auto_takes_shares_for_few_texts(checkpoint: Path, tmp_path: Path) -> No
             assert ids == [list(reference(text, 8)) for text in prompts]
 
 
+@pytest.mark.slow
 def test_shares_by_what_nodes_measure(checkpoint: Path, tmp_path: Path) -> None:
     with secondaries(1, tmp_path) as nodes:
         ids, _ = run(cluster_of(nodes), checkpoint, tmp_path, ParallelOptions("tensor"), placement=None)
@@ -235,6 +236,7 @@ def test_a_reset_connection_of_a_group_costs_no_recovery(
     assert metrics.to_json()["recoveries"] == [] and metrics.n_nodes == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_secondaries", [1, 3])
 def test_texts_go_on_when_a_node_is_lost(
     n_secondaries: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -251,6 +253,7 @@ def test_texts_go_on_when_a_node_is_lost(
     assert f"sample 0 may differ from an undisturbed run from its token {first} on" in format_report(metrics)
 
 
+@pytest.mark.slow
 def test_a_spare_gets_just_the_shares_of_the_lost_node(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +274,7 @@ def test_a_spare_gets_just_the_shares_of_the_lost_node(
     assert heads[1].pop("secondary2") == heads[0].pop("secondary0") and heads[0] == heads[1]
 
 
+@pytest.mark.slow
 def test_a_node_that_was_started_again_leaves_all_shares_as_they_are(checkpoint: Path, tmp_path: Path) -> None:
     """Its new number gives it another place in the ring, and not another rank in the sums."""
     parallel = ParallelOptions("tensor", (2.0, 3.0, 1.0, 1.0))

@@ -231,6 +231,7 @@ def test_a_group_has_the_same_numbers_in_both_places(checkpoint: Path, tmp_path:
         assert np.array_equal(other.weights(part)[name].data, whole[HEAD].data)
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("form", ["int8", None])
 def test_chunks_have_it_once(

@@ -60,6 +60,7 @@ def limit(n_bytes: int) -> str:
     return f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({n_bytes}, {n_bytes}))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("refused", "n_bytes"),
     [("ckpt/lit_model.pth", lambda w, s: w // 2), ("ckpt/train_state.pth", lambda w, s: s - 1000)],

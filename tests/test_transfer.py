@@ -118,6 +118,7 @@ class Transfer:
             raise Killed
 
 
+@pytest.mark.slow
 def test_a_transfer_killed_twenty_times(wide: Path, tmp_path: Path) -> None:
     """At random points, the starter or the node, in turns of chance; no block that had arrived whole is sent again."""
     draw = random.Random(1)
@@ -187,6 +188,7 @@ def generate(nodes: list[SecondaryNode], checkpoint: Path, layers: str) -> list[
     return text_of(cluster_of(nodes), checkpoint, 5, layers=layers)
 
 
+@pytest.mark.slow
 def test_a_new_split_sends_only_the_blocks_that_moved(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +212,7 @@ def test_a_new_split_sends_only_the_blocks_that_moved(
         assert sent == [("secondary1", "block.2")], "what a node had in an earlier split it still has"
 
 
+@pytest.mark.slow
 def test_a_cache_with_a_limit_forgets_what_was_used_longest_ago(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

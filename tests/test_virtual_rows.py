@@ -199,6 +199,7 @@ BESIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BESIDE)
 def test_texts_are_the_same_whatever_else_a_run_has(case: str, made: Tuned, expected: Expected, tmp_path: Path) -> None:
     from mdi.net.hello import Fault
@@ -249,6 +250,7 @@ def nodes_with_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdi.run.form.share_cores", lambda nodes: False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nodes_with_cores_of_their_own")
 @pytest.mark.parametrize("has_draft", [False, True], ids=["lookup", "draft"])
 def test_guesses_change_no_text(has_draft: bool, made: Tuned, expected: Expected, tmp_path: Path) -> None:
@@ -274,6 +276,7 @@ PENALTIES = SamplingParams(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [PENALTIES, replace(PENALTIES, temperature=0), SamplingParams(N_TOKENS, 0, repetition_penalty=0.3, n_logprobs=3)],
@@ -296,6 +299,7 @@ def test_virtual_positions_are_no_tokens(params: SamplingParams, made: Tuned, tm
             assert len(ids) == len(prompt) + N_TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_lost", [False, True], ids=["", "lost"])
 def test_beams_are_those_of_the_forward_that_was_trained(is_lost: bool, made: Tuned, tmp_path: Path) -> None:
     from mdi.net.hello import Fault
@@ -588,6 +592,7 @@ def test_a_prompt_needs_the_kernels_for_block_0_only(made: Tuned, tmp_path: Path
     assert found[0][:2] == made.ids("prompt", PROMPTS[0])[:2] and found[0] != found[1], "rounded, so texts part"
 
 
+@pytest.mark.slow
 def test_a_group_in_the_nodes_file_is_refused_by_name(made: Tuned, tmp_path: Path) -> None:
     """And where nodes may share blocks or not, they do not."""
     fields = {"prompt_style": "none", "device": "cpu", "dtype": "float32", "placement": "even", "cache_dir": tmp_path}

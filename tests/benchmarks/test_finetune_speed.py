@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import finetune_speed
 
 FLAGS = ("--method", "lora", "--method", "prefix", "--rows", "2", "--texts", "2", "--nodes", "2", "--tokens", "6")
 
 
+@pytest.mark.slow
 def test_each_case_has_a_line(tmp_path: Path) -> None:
     file = tmp_path / "speed.json"
     finetune_speed.main(["tiny-1m", "--folder", str(tmp_path / "tiny"), *FLAGS, "--json", str(file)])

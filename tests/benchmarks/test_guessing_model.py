@@ -56,6 +56,7 @@ def test_the_formula_is_within_15_percent(n_nodes: int, link_s: float, p: float)
     assert max(formula) == pytest.approx(simulated, rel=0.15) and 1 <= n_rows <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_nodes", "link_s"), [(1, 0.0), (2, 0.01), (4, 0.0), (4, 0.01), (8, 0.0), (8, 0.01)])
 @pytest.mark.parametrize("p", [0.5, 0.8, 0.9])
 def test_what_learns_its_times_has_90_percent_of_what_knows_them(n_nodes: int, link_s: float, p: float) -> None:

@@ -117,6 +117,7 @@ class Asks:
         self.answers.append(answer)
 
 
+@pytest.mark.slow
 def test_a_pass_over_a_window_takes_as_long_as_the_papers_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for where, name in ((KernelStage, "__call__"), (window.Window, "unit"), (window, "read_unit")):
         monkeypatch.setattr(where, name, getattr(where, name))  # as it is, and will be again

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from mdi.checkpoint.chunks import find_chunk
 from mdi.cli import launch
 from peers.protocol import Case
@@ -9,6 +11,7 @@ from ring.ready_worker import ReadySystem
 from tiny_checkpoint import write_checkpoint
 
 
+@pytest.mark.slow
 def test_a_secondary_takes_its_chunk_and_is_ready(tmp_path: Path) -> None:
     ckpt = write_checkpoint(tmp_path / "tiny")
     assert launch("prepare-model", [str(ckpt), "--layers", "0,5", "--quantize", "int8"]) == 0

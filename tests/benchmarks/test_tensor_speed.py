@@ -36,6 +36,7 @@ def chunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no pinning on this system")
 def test_nodes_without_a_key_and_with_one_give_the_same_tokens(chunk: Path, tmp_path: Path) -> None:
     kept = tmp_path / "found.json"
@@ -51,6 +52,7 @@ def test_nodes_without_a_key_and_with_one_give_the_same_tokens(chunk: Path, tmp_
     assert all(one["wait_ms"] == 8 for one in found)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no pinning on this system")
 def test_rounds_have_the_reading_rate_of_each_process(
     chunk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -116,6 +116,7 @@ def named_option(call: str, text: str) -> str:
     return found[0] if found else ""
 
 
+@pytest.mark.slow
 def test_wrong_calls_are_refused_as_before(
     places: dict[str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

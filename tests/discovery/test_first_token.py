@@ -113,6 +113,7 @@ QUESTION = {"model": "nano-llama", "prompt": "Once", "max_tokens": 12, "temperat
 PROXY = "http://10.77.0.250:3128"  # nobody; what nodes say to each other must not go there
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="network namespaces are Linux's")
 def test_three_boxes_three_commands(alone: dict[str, Any], tmp_path: Path) -> None:
     """No key, no file: a server prints one line for both boards. One has no multicast. The server knows them again later.

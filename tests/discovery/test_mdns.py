@@ -67,6 +67,7 @@ def stranger_at(addr: str) -> Iterator[socket.socket]:
         yield stranger
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="multicast on loopback is Linux's")
 def test_a_goodbye_in_the_name_of_a_node_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mdns, "GONE_S", 2.0)
@@ -93,6 +94,7 @@ def test_a_goodbye_in_the_name_of_a_node_does_not_hide_it(tmp_path: Path, monkey
         until(is_only_one_left)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="multicast on loopback is Linux's")
 def test_names_without_an_address_do_not_hide_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mdns, "GONE_S", 0.1)
@@ -117,6 +119,7 @@ def test_names_without_an_address_do_not_hide_a_node(tmp_path: Path, monkeypatch
             browser.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="network namespaces are Linux's")
 def test_two_clusters_in_one_network_never_mix(tmp_path: Path) -> None:
     keys = [key_file(tmp_path / f"{i}.key") for i in range(N_CLUSTERS)]

@@ -14,6 +14,7 @@ from tiny_checkpoint import reference
 THREE = ("--n-tokens", 6, "--n-samples", 3)
 
 
+@pytest.mark.slow
 def test_a_ring_that_is_placed_by_what_its_nodes_measure(ring: Cluster, checkpoint: Path, starter: Starter) -> None:
     """Whatever they measure, and whoever is left out, the text is the same."""
     for method in ("throughput", "latency"):
@@ -37,6 +38,7 @@ def test_the_doctor_and_a_plan(ring: Cluster, checkpoint: Path, spawn: Spawn) ->
     assert ring.status(1)["state"] in ("IDLE", "READY")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "words"), [(signal.SIGKILL, "nothing listens there"), (signal.SIGSTOP, "does not answer")]
 )

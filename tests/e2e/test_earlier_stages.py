@@ -72,6 +72,7 @@ def test_nanogpt_from_a_text_to_three_roles(spawn: Spawn, tmp_path: Path) -> Non
     assert all(worker.wait() == 0 for worker in workers), "--stop-nodes ends them"
 
 
+@pytest.mark.slow
 def test_gpt2_over_three_nodes_of_this_machine(spawn: Spawn, tmp_path: Path) -> None:
     """More samples than nodes; the tokenizer of vocab.json and merges.txt."""
     ckpt = write_gpt2(tmp_path / "gpt2")

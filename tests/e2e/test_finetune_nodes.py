@@ -13,6 +13,7 @@ from mdi.cli import launch
 from processes import Cluster
 
 
+@pytest.mark.slow
 def test_questions_for_gradients_are_sealed_with_the_key(
     make_cluster: Callable[[int], Cluster], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,7 @@ def test_llama_over_three_devices(typed: Typed) -> None:
         assert secondary.err.count("settings-distr/config.json is not there") == 1
 
 
+@pytest.mark.slow
 def test_llama_on_two_devices_of_one_system_with_a_chunk(typed: Typed) -> None:
     prepare, *nodes = TWO_GPUS
     prepared = typed(prepare)

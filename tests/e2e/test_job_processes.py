@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from cluster_keys import key_file
 from mdi.run.local import free_ports
 from processes import SOON_S, SRC, Spawn
@@ -14,6 +16,7 @@ from tiny_checkpoint import TEXT, reference
 JOB = [sys.executable, "-m", "mdi.cli", "job"]
 
 
+@pytest.mark.slow
 def test_three_processes_of_a_job(spawn: Spawn, checkpoint: Path, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     flags = (

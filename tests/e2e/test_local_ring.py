@@ -66,6 +66,7 @@ def check_trace(trace: Trace) -> None:
     assert explain(summary).findings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_children_do_not_outlive_it(spawn: Spawn, endless: Path, tmp_path: Path, number: int, status: int) -> None:
     process, children = started(spawn, endless, tmp_path / "ring")
@@ -87,6 +88,7 @@ def test_children_do_not_outlive_it(spawn: Spawn, endless: Path, tmp_path: Path,
     assert ("interrupted: ending" in process.err) == (number == signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_child_that_dies(spawn: Spawn, endless: Path, tmp_path: Path) -> None:
     process, children = started(spawn, endless, tmp_path / "ring", "--fixed")
     os.kill(children[1], signal.SIGKILL)
@@ -96,6 +98,7 @@ def test_a_child_that_dies(spawn: Spawn, endless: Path, tmp_path: Path) -> None:
     wait_gone(children)
 
 
+@pytest.mark.slow
 def test_a_child_that_cannot_start(spawn: Spawn, checkpoint: Path) -> None:
     """Its own line says why, and the whole is over soon, not after all the waiting for a node that will not come."""
     process = spawn("local_ring", "--nodes", 2, "--devices", "cpu,cuda:77", "--ckpt", checkpoint, "--wait", 1000)

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from processes import SOON_S, Cluster, Spawn, Starter, wait_for_tokens
@@ -70,6 +71,7 @@ def test_a_node_that_may_not_lock_says_so_and_computes(
     assert "secondary0" in line and "ulimit -l" in line and "may be swapped out" in line
 
 
+@pytest.mark.slow
 def test_blocks_that_a_node_takes_over_are_locked_as_well(
     make_cluster: Callable[[int], Cluster], endless: Path, spawn: Spawn
 ) -> None:

@@ -67,6 +67,7 @@ def check_told(process: Process, status: int) -> None:
     assert all(f"--- sample {i} (" in process.out for i in range(3)) and "(0 tokens)" not in process.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_killed_secondary_is_named(
     ring: Cluster, endless: Path, checkpoint: Path, starter: Starter, index: int
@@ -95,6 +96,7 @@ def test_a_stopped_secondary_is_named_and_can_be_used_again(
     check_next_run(ring, checkpoint, starter)
 
 
+@pytest.mark.slow
 def test_a_killed_starter_leaves_the_secondaries_waiting(
     ring: Cluster, running: Callable[..., Process], checkpoint: Path, starter: Starter
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_killed_starter_leaves_the_secondaries_waiting(
     check_next_run(ring, checkpoint, starter)
 
 
+@pytest.mark.slow
 def test_a_stopped_starter_leaves_the_secondaries_waiting(
     ring: Cluster, running: Callable[..., Process], checkpoint: Path, starter: Starter
 ) -> None:
@@ -118,6 +121,7 @@ def test_a_stopped_starter_leaves_the_secondaries_waiting(
     check_next_run(ring, checkpoint, starter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_starter_ends_the_run_everywhere(
     ring: Cluster, running: Callable[..., Process], checkpoint: Path, starter: Starter, number: int, status: int

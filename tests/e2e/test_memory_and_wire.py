@@ -26,6 +26,7 @@ def sent(result: object) -> int:
     return sum(node["bytes_sent"] for node in result.json["nodes"])  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_few_bytes_on_the_wire_and_in_the_caches(ring: Cluster, starter: Starter) -> None:
     """Caches alone change nothing from ring to ring. int8 rows round twice: nine of ten first tokens stay, of a real model."""
     flags = ["--n-tokens", N_TOKENS, "--kv-dtype", "bf16", *prompt_flags(SPEAKERS)]
@@ -40,6 +41,7 @@ def test_few_bytes_on_the_wire_and_in_the_caches(ring: Cluster, starter: Starter
         assert agreeing >= 0.9 * sum(len(a) for a, _ in pairs), (wire, pairs)
 
 
+@pytest.mark.slow
 def test_sequences_wait_for_cache_memory_and_all_get_their_turn(
     make_cluster: Callable[[int], Cluster], checkpoint: Path, starter: Starter
 ) -> None:

@@ -77,6 +77,7 @@ def check(endless: Path, starter: Starter, nodes: Cluster) -> Callable[..., list
     return compare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(map(str, flags)).strip("-") or "greedy")
 def test_a_spare_takes_the_place_of_a_killed_node(
     nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]], flags: tuple[object, ...]
@@ -99,6 +100,7 @@ def test_either_way_of_restoring_gives_the_same_texts(
     assert told["restored_by"] == ("tokens" if flags[0] == "--replay-memory" else "replay")
 
 
+@pytest.mark.slow
 def test_two_nodes_at_once_and_a_third_one_later(
     nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]]
 ) -> None:
@@ -115,6 +117,7 @@ def test_two_nodes_at_once_and_a_third_one_later(
     check(result, (), ("secondary0", "secondary2"), ("secondary1", "secondary3"), ("secondary2", "starter, secondary3"))
 
 
+@pytest.mark.slow
 def test_without_spares_a_node_that_is_back_has_its_place_again(
     nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]]
 ) -> None:
@@ -127,6 +130,7 @@ def test_without_spares_a_node_that_is_back_has_its_place_again(
     check(result, (), ("secondary1", "secondary1"))
 
 
+@pytest.mark.slow
 def test_a_stopped_node_is_replaced_and_can_be_used_again(
     nodes: Cluster, endless: Path, checkpoint: Path, starter: Starter, check: Callable[..., list[str]]
 ) -> None:
@@ -137,6 +141,7 @@ def test_a_stopped_node_is_replaced_and_can_be_used_again(
     nodes.wait_states("IDLE", "READY")
 
 
+@pytest.mark.slow
 def test_nobody_is_left(nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]]) -> None:
     """Even then the starter can go on alone, if the model fits it."""
     with disturbed(nodes, lambda: [nodes[i].signal(signal.SIGKILL) for i in range(2)]):
@@ -144,6 +149,7 @@ def test_nobody_is_left(nodes: Cluster, endless: Path, starter: Starter, check: 
     check(result, (), ("secondary0", "starter"), ("secondary1", "starter"))
 
 
+@pytest.mark.slow
 def test_a_node_that_is_told_to_end_hands_its_blocks_over(
     nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]]
 ) -> None:
@@ -153,6 +159,7 @@ def test_a_node_that_is_told_to_end_hands_its_blocks_over(
     assert nodes[1].wait(SOON_S) in (0, 143) and "Traceback" not in nodes[1].err
 
 
+@pytest.mark.slow
 def test_a_node_that_is_back_is_taken_in_again(
     nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +185,7 @@ def test_a_fixed_ring_ends_with_its_first_loss(nodes: Cluster, endless: Path, st
     assert all(5 < len(sample["token_ids"]) < N_TOKENS for sample in result.json["samples"])
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on(nodes: Cluster, checkpoint: Path, spawn: Spawn) -> None:
     chat = spawn(
         "chat", "--ckpt", checkpoint, "--nodes-config", nodes.path, "--temperature", 0, "--n-tokens", 5, "--prompt-style",
@@ -198,6 +206,7 @@ def test_a_chat_goes_on(nodes: Cluster, checkpoint: Path, spawn: Spawn) -> None:
     assert len(answers) == 2 and answers[0] == answers[1] != ""
 
 
+@pytest.mark.slow
 def test_a_hot_spare_takes_the_place_of_a_killed_node(
     nodes: Cluster, endless: Path, starter: Starter, check: Callable[..., list[str]]
 ) -> None:

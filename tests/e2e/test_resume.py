@@ -52,6 +52,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "is_guessed"), [("endless", False), ("endless", True), ("states", True)])
 def test_a_run_whose_starter_was_killed_goes_on(
     ring: Cluster,
@@ -103,6 +104,7 @@ def test_a_search_whose_starter_was_killed_begins_again(
     assert resumed == starter(*search, "--no-journal").token_ids
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(
     ring: Cluster, endless: Path, checkpoint: Path, spawn: Spawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_full_context_ends_a_sample(ring: Cluster, checkpoint: Path, starter: 
     assert {s["finish_reason"] for s in result.json["samples"]} == {"length"}
 
 
+@pytest.mark.slow
 def test_sampling_does_not_depend_on_the_number_of_nodes(ring: Cluster, checkpoint: Path, starter: Starter) -> None:
     flags = ["--n-tokens", 14, "--temperature", "0.9", "--top-k", "50", "--top-p", "0.95", "--seed", "77"]
     flags += [*prompt_flags(["A", "Who are you?"]), "--n-samples", "5"]
@@ -82,6 +83,7 @@ def test_sampling_does_not_depend_on_the_number_of_nodes(ring: Cluster, checkpoi
     assert other != found[0]
 
 
+@pytest.mark.slow
 def test_runs_one_after_another_on_the_same_secondaries(
     ring: Cluster, checkpoint: Path, starter: Starter, tmp_path: Path
 ) -> None:
@@ -124,6 +126,7 @@ def test_a_stop_string_ends_a_sample(ring: Cluster, checkpoint: Path, starter: S
     assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
 
 
+@pytest.mark.slow
 def test_starter_as_a_process_and_what_both_sides_answer_meanwhile(ring: Cluster, endless: Path, spawn: Spawn) -> None:
     args = ("--ckpt", endless, "--nodes-config", ring.path, "--prompt-style", "none", "--n-tokens", 60000)
     starter = spawn("starter", *args, "--n-samples", 2)
@@ -141,6 +144,7 @@ def test_starter_as_a_process_and_what_both_sides_answer_meanwhile(ring: Cluster
         assert status["metrics"] is None, "only who knows the run is told about it"
 
 
+@pytest.mark.slow
 def test_stop_nodes_ends_the_secondaries(
     make_cluster: Callable[[int], Cluster], checkpoint: Path, starter: Starter
 ) -> None:

@@ -59,6 +59,7 @@ def test_before_a_run(ring: Cluster, checkpoint: Path, starter: Starter) -> None
     assert "Traceback" not in ring[0].err + ring[1].err
 
 
+@pytest.mark.slow
 def test_during_a_run(ring: Cluster, endless: Path, checkpoint: Path, spawn: Spawn, starter: Starter) -> None:
     process = spawn(
         "starter", "--ckpt", endless, "--nodes-config", ring.path, "--prompt-style", "none", "--n-tokens", 60000,
@@ -79,6 +80,7 @@ def test_during_a_run(ring: Cluster, endless: Path, checkpoint: Path, spawn: Spa
     assert "Traceback" not in process.err + ring[0].err + ring[1].err
 
 
+@pytest.mark.slow
 def test_somebody_who_does_not_know_the_run(ring: Cluster, endless: Path, spawn: Spawn) -> None:
     """The id of a run is what allows to end it, or to send it weights."""
     process = spawn("starter", "--ckpt", endless, "--nodes-config", ring.path, "--n-tokens", 60000, "--n-samples", 1)

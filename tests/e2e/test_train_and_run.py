@@ -17,6 +17,7 @@ from processes import Spawn
 from tiny_training import argv_of, make_dataset, make_shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [".", "last", "finetuned"])
 def test_a_trained_checkpoint_goes_straight_into_a_ring(spawn: Spawn, tmp_path: Path, which: str) -> None:
     dataset, ckpt = make_dataset(tmp_path / "data"), make_shape(tmp_path / "mine", n_layer=4)

@@ -49,6 +49,7 @@ def heavy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_chunks_and_checkpoints_of_their_own(
     make_cluster: Callable[[int], Cluster], chunked: Path, starter: Starter, tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ def in_mid_transfer(ring: Cluster, index: int, action: Callable[[], None]) -> co
     return meanwhile(act)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "is_fixed"), [(signal.SIGKILL, True), (signal.SIGSTOP, False)])
 def test_secondary_lost_while_weights_are_sent_to_it(
     ring: Cluster, heavy: Path, checkpoint: Path, starter: Starter, number: int, is_fixed: bool
@@ -154,6 +156,7 @@ def test_secondary_lost_while_weights_are_sent_to_it(
     assert "Traceback" not in ring[0].err + ring[1].err
 
 
+@pytest.mark.slow
 def test_starter_killed_while_it_sends(
     ring: Cluster, heavy: Path, spawn: Spawn, checkpoint: Path, starter: Starter
 ) -> None:
@@ -177,6 +180,7 @@ def clear(ring: Cluster) -> None:
         shutil.rmtree(ring.cache_dir(index), ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_beside_another_run(ring: Cluster, endless: Path, spawn: Spawn, starter: Starter, checkpoint: Path) -> None:
     """A second starter has the same nodes at the same time; the first one's run goes on."""
     process = spawn("starter", "--ckpt", endless, "--nodes-config", ring.path, "--n-tokens", 60000, "--n-samples", 1)

@@ -62,6 +62,7 @@ def start(make_cluster: Callable[[int], Cluster], tmp_path: Path) -> Start:
     return made
 
 
+@pytest.mark.slow
 def test_weights_that_are_sent_and_brought_into_a_format(start: Start, checkpoint: Path, starter: Starter) -> None:
     cluster = start()
     expected = [list(reference(PROMPT, N_TOKENS))]
@@ -75,6 +76,7 @@ def test_weights_that_are_sent_and_brought_into_a_format(start: Start, checkpoin
     assert launch("doctor", ["--nodes-config", str(cluster.path)]) == 0
 
 
+@pytest.mark.slow
 def test_packed_parts_that_are_sent_and_chunks(
     start: Start, starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +97,7 @@ def test_what_needs_torch_is_refused_in_one_line(start: Start, checkpoint: Path,
     assert starter(checkpoint, cluster.path, *RUN).token_ids == [list(reference(PROMPT, N_TOKENS))], "it goes on"
 
 
+@pytest.mark.slow
 def test_fine_tuning_beside_the_blocks_is_the_same_and_through_them_is_refused_before_weights_are_sent(
     start: Start, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

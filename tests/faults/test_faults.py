@@ -83,6 +83,7 @@ def broken_run(
     return outcome, saboteur
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("action", "form"), list(zip(["reset", "half a frame", "pause"], FORMATS, strict=True)))
 def test_a_link_that_breaks_costs_no_text(nodes: FaultRing, checkpoint: Path, action: str, form: str) -> None:
     """Each link in turn, the one to the starter too; no ring is formed anew."""
@@ -139,6 +140,7 @@ class Freezer(Saboteur):
         self.ring.links[fault.node].freeze()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["float32"])
 def test_slow_links_lose_nobody(tmp_path: Path, checkpoint: Path, form: str) -> None:
     """100 ms and 1 Mbit/s: a round takes a third of a second, and nobody is taken for dead."""
@@ -169,6 +171,7 @@ def test_a_node_that_dies_before_the_ring_is_closed_is_replaced(nodes: FaultRing
     assert [one["node"] for one in outcome.recoveries] == ["secondary0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(200, 204))
 def test_whatever_breaks_while_tokens_are_guessed_no_text_differs(
     nodes: FaultRing, checkpoint: Path, seed: int
@@ -183,6 +186,7 @@ def test_whatever_breaks_while_tokens_are_guessed_no_text_differs(
     nodes.wait_waiting()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 108))
 def test_whatever_breaks_every_text_is_whole(nodes: FaultRing, checkpoint: Path, seed: int) -> None:
     """Nodes are killed, halted and started again: the others take their blocks, and the texts go on."""

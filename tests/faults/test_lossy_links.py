@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not lossy_network.is_possible(), reason="needs r
 N_NODES, N_TOKENS = 3, 4
 
 
+@pytest.mark.slow
 def test_links_that_lose_packets_lose_no_node(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "tiny")
     with contextlib.ExitStack() as stack:

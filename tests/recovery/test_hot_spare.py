@@ -431,6 +431,7 @@ def test_texts_are_the_same_whoever_is_lost(
         )
 
 
+@pytest.mark.slow
 def test_every_row_is_there_whatever_the_moment(
     checkpoint: Path, nodes: list[SecondaryNode], undisturbed: dict[str, list[list[int]]]
 ) -> None:

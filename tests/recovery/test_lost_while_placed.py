@@ -114,6 +114,7 @@ def test_a_fixed_run_ends_with_it(cluster: ClusterConfig, tmp_path: Path) -> Non
     assert (lost.value.node, lost.value.code) == ("secondary0", "lost")
 
 
+@pytest.mark.slow
 def test_a_node_that_hangs_while_it_measures_itself_is_lost(
     cluster: ClusterConfig, tmp_path: Path, dead: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_spare_takes_the_place_of_a_node_that_never_was_there(
     assert ids == EXPECTED and "secondary1" not in starter.names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["throughput", "even"])
 def test_a_node_that_never_was_there_ends_the_run_where_no_spare_is(
     cluster: ClusterConfig, tmp_path: Path, dead: set[int], placement: str

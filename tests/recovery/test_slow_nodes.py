@@ -215,6 +215,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("slow") / "endless", with_end=False, block_size=65536)
 
 
+@pytest.mark.slow
 def test_texts_go_on_while_a_busy_node_gets_fewer_blocks(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

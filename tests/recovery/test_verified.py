@@ -109,6 +109,7 @@ def test_a_node_that_lies_is_left_out(
             assert found == honest
 
 
+@pytest.mark.slow
 def test_a_spare_gets_no_rows_of_a_liar(checkpoint: Path, honest: list[list[int]], tmp_path: Path) -> None:
     """The cut stays, but the rows that nodes have kept are not replayed: some are wrong."""
     with secondaries(3, tmp_path) as nodes:
@@ -217,6 +218,7 @@ class Loss:
         self._thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["lost", "left"])
 def test_rows_that_were_not_compared_when_a_ring_ends_do_not_count(
     how: str, checkpoint: Path, honest: list[list[int]], tmp_path: Path
@@ -233,6 +235,7 @@ def test_rows_that_were_not_compared_when_a_ring_ends_do_not_count(
             assert found == honest
 
 
+@pytest.mark.slow
 def test_rows_are_compared_before_a_ring_is_left(checkpoint: Path, honest: list[list[int]], tmp_path: Path) -> None:
     """A node is asked to end. Another one is found to lie of which no rows were compared before, though it lies no more."""
     is_left, found = threading.Event(), []  # by then, at each time that a ring was left
@@ -264,6 +267,7 @@ def test_rows_are_compared_before_a_ring_is_left(checkpoint: Path, honest: list[
             assert run.names == ("starter", "secondary1")
 
 
+@pytest.mark.slow
 def test_a_text_is_taken_back_over_earlier_rings(checkpoint: Path, honest: list[list[int]], tmp_path: Path) -> None:
     """No row was chosen in the ring in which a node lied; it is found in the next one, by numbers that are not finite."""
     with secondaries(3, tmp_path) as nodes:
@@ -284,6 +288,7 @@ def test_a_text_is_taken_back_over_earlier_rings(checkpoint: Path, honest: list[
             assert found == honest
 
 
+@pytest.mark.slow
 def test_a_text_is_taken_back_to_where_all_accused_nodes_were_right(checkpoint: Path, tmp_path: Path) -> None:
     """Of the second node fewer rows were compared, when it contradicts the first one; and the text has more by then."""
     ids, is_far, asked = encode(PROMPTS[0]), threading.Event(), set()
@@ -339,6 +344,7 @@ def test_a_node_that_says_later_that_it_computes_otherwise_is_untrue(
             assert untrue.nodes == ("secondary0",) and "torch" in untrue.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["!!!!", "AAAA", None], ids=["no base64", "too few", "nothing"])
 def test_a_node_whose_rows_cannot_be_read_is_untrue(
     rows: str | None, checkpoint: Path, honest: list[list[int]], tmp_path: Path
@@ -514,6 +520,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_all_rows_of_honest_nodes_are_found_right(name: str, checkpoint: Path, tmp_path: Path) -> None:
     options = OPTIONS[name]
@@ -528,6 +535,7 @@ def test_all_rows_of_honest_nodes_are_found_right(name: str, checkpoint: Path, t
             assert told.n_checked >= told.n_rows > 200 and not told.n_void
 
 
+@pytest.mark.slow
 def test_the_rate_is_the_share_of_rows_that_is_computed_again(checkpoint: Path, tmp_path: Path) -> None:
     """Whatever rows were left out before those that are chosen."""
     n_texts, rate = 40, 0.25
@@ -628,6 +636,7 @@ def test_logprobs_go_on(checkpoint: Path, tmp_path: Path) -> None:
 # Other nodes compute again
 
 
+@pytest.mark.slow
 def test_a_spare_computes_again_what_it_has_no_part_in(
     checkpoint: Path, honest: list[list[int]], tmp_path: Path
 ) -> None:
@@ -680,6 +689,7 @@ def test_a_third_opinion_that_cannot_be_had_is_asked_for_again(
         ports.close()
 
 
+@pytest.mark.slow
 def test_a_spare_that_lies_harms_nobody(checkpoint: Path, honest: list[list[int]], tmp_path: Path) -> None:
     """It is named, and not used any more: the ring goes on as it is, and is verified here."""
     with secondaries(3, tmp_path) as nodes:
@@ -725,6 +735,7 @@ def test_a_spare_that_computes_otherwise_is_not_asked(
         assert told is not None and not told.found and told.n_checked > 200 and not told.n_by_others
 
 
+@pytest.mark.slow
 def test_a_spare_that_ends_is_not_missed(checkpoint: Path, honest: list[list[int]], tmp_path: Path) -> None:
     with secondaries(3, tmp_path) as nodes, run_over(nodes, checkpoint, tmp_path, n_spares=1) as run:
         texts_of(run)

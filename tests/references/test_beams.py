@@ -47,6 +47,7 @@ def found_by(cluster: ClusterConfig, checkpoint: Path, prompt: list[int], cases:
         return [[sample.token_ids for sample in best] for best in samples]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_beams_find_the_texts_of_transformers(name: str, tmp_path: Path) -> None:
     checkpoint, expected = converted(name, tmp_path)

@@ -287,6 +287,7 @@ def test_what_nothing_here_computes_is_refused(settings: dict[str, object], reas
         open_source(folder)
 
 
+@pytest.mark.slow
 def test_exported_models_have_the_same_logits_in_transformers(tmp_path: Path, transformers: Callable[..., str]) -> None:
     outs = []
     for name in CASES:
@@ -384,6 +385,7 @@ def _array(x: Any) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else np.array(x.numpy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["none", "link", "0", "all"])
 def test_tokens_of_a_ring_with_guesses_forks_prefixes_and_losses(loss: str, computing: str) -> None:
     source = open_source(FOLDER / "qwen3_5")

@@ -37,6 +37,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
 def test_rows_are_those_of_transformers(name: str, tmp_path: Path, transformers: Callable[..., str]) -> None:
     folder = tmp_path / "embedding"

@@ -8,6 +8,8 @@ import socket
 import threading
 from pathlib import Path
 
+import pytest
+
 from cluster_keys import key_file
 from mdi.control.client import ControlClient
 from mdi.errors import ControlError
@@ -30,6 +32,7 @@ def crowd(ports: list[int]) -> list[socket.socket]:
     return made
 
 
+@pytest.mark.slow
 def test_a_thousand_strangers(tmp_path: Path) -> None:
     keys = key_file(tmp_path / "cluster.key")
     with secondary(0, tmp_path / "cache", keys=keys) as node:

@@ -35,6 +35,7 @@ def test_a_run_with_a_key_gives_the_same_text(placement: str, checkpoint: Path, 
         assert generated(cluster, checkpoint, placement, tmp_path) == list(reference("The ring", 6))
 
 
+@pytest.mark.slow
 def test_clusters_with_different_keys_never_mix(checkpoint: Path, tmp_path: Path) -> None:
     theirs = key_file(tmp_path / "theirs.key")
     with secondaries(1, tmp_path, keys=theirs) as nodes:

@@ -143,6 +143,7 @@ def test_each_model_says_itself_how_and_a_chat_model_does_not(tmp_path: Path, no
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_changes_no_vector_and_no_score(folder: Path, nodes: list[SecondaryNode]) -> None:
     texts = [TEXT * 2 + text for text in MANY]
 

@@ -51,6 +51,7 @@ def checking(scenario: Callable[[SchemaChecks], Awaitable[None]]) -> None:
     assert psutil.Process().children() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BAD)
 def test_a_schema_that_cannot_be_used_is_refused_and_the_next_one_is_checked(what: str) -> None:
     async def scenario(checks: SchemaChecks) -> None:

@@ -74,6 +74,7 @@ def test_an_alias_means_a_model_or_an_adapter(folder: Path) -> None:
             serve_settings(Options(alias=(wrong,)))
 
 
+@pytest.mark.slow
 def test_requests_choose_an_adapter_by_model(tmp_path: Path) -> None:
     gpt = GPT(Config(**yaml.safe_load((NANO / "model_config.yaml").read_text(encoding="utf-8")))).eval()
     gpt.load_state_dict(torch.load(NANO / "lit_model.pth", weights_only=True))
@@ -123,6 +124,7 @@ def test_requests_choose_an_adapter_by_model(tmp_path: Path) -> None:
         made.end()
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go_while_texts_are_written(folder: Path, nodes: list[SecondaryNode], tmp_path: Path) -> None:
     """Texts under way keep theirs, and have the tokens that they have alone."""
     made_up = (("sql", 1), ("law", 2), ("art", 3))

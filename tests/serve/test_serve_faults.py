@@ -163,6 +163,7 @@ def test_what_strangers_send_fills_no_log(server: Server, sent: bytes) -> None:
     assert b"WARNING:" not in told, "as uvicorn would write it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_who_goes_away_frees_its_text(server: Server, is_streamed: bool) -> None:
     body = {

@@ -51,6 +51,7 @@ def complete(server: Server, model: str, prompt: str, **fields: Any) -> Any:
     return told["choices"][0]
 
 
+@pytest.mark.slow
 def test_models_come_and_go_by_name_and_the_end_lets_texts_be_finished(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "models" / "org" / "tiny")
     (tmp_path / "models" / "org" / "empty").mkdir()

@@ -569,6 +569,7 @@ def test_other_text_that_is_cut_off_is_content(text: str) -> None:
     assert answered(text, "auto", reason) == (text, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source, status, code",
     [

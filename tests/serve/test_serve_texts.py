@@ -217,6 +217,7 @@ def test_a_tool_is_called(client: openai.OpenAI) -> None:
     assert chat(client, tools=tools, tool_choice="none", max_tokens=5).choices[0].message.tool_calls is None
 
 
+@pytest.mark.slow
 def test_a_second_turn_begins_behind_the_first_for_the_same_key_alone(client: openai.OpenAI, server: Server) -> None:
     def ids(key: str, prompt: list[int]) -> tuple[list[str], int]:
         with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=key, max_retries=0) as own:

@@ -145,6 +145,7 @@ def test_a_model_that_nobody_uses_is_given_up(folder: Path, nodes: list[Secondar
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_ring_that_is_lost_is_formed_anew_and_the_other_model_goes_on(
     folder: Path, nodes: list[SecondaryNode]
 ) -> None:

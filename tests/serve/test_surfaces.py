@@ -170,6 +170,7 @@ def test_a_call_ends_a_chat_as_a_call_only_if_it_was_not_cut_off(reason: str, tm
     assert Chat(body).n_texts == 1 and choice["message"]["tool_calls"]
 
 
+@pytest.mark.slow
 def test_a_silent_stream_gets_signs_of_life_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdi.serve.endpoint.SIGN_S", 0.3)
     sent: list[bytes] = []

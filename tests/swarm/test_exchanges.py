@@ -97,6 +97,7 @@ def test_nobody_is_waited_for_at_the_end(tmp_path: Path, monkeypatch: pytest.Mon
             assert not looks.is_alive()
 
 
+@pytest.mark.slow
 def test_a_standing_node_is_found_behind_ordinary_ones(tmp_path: Path) -> None:
     """These answer, and know nobody."""
     with secondaries(5, tmp_path) as nodes:

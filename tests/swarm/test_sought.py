@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from test_swarm_table import Clock
 
 from mdi.cancel import Cancel
@@ -26,6 +27,7 @@ class Asking:
             raise OSError("no network for a moment")
 
 
+@pytest.mark.slow
 def test_nodes_are_asked_while_there_is_no_ring() -> None:
     asking, cancel = Asking(), Cancel()
     lookout = Lookout(asking, lambda: None, lambda event: None, cancel)

@@ -69,6 +69,7 @@ def whole_ones(stack: contextlib.ExitStack, folder: Path, checkpoint: Path) -> l
     return nodes
 
 
+@pytest.mark.slow
 def test_parts_come_from_other_nodes_and_go_on_to_others(tmp_path: Path, checkpoint: Path, name: str) -> None:
     """The second node has its parts of the first. When that has gone, the third one has them of the second."""
     with contextlib.ExitStack() as stack:
@@ -86,6 +87,7 @@ def test_parts_come_from_other_nodes_and_go_on_to_others(tmp_path: Path, checkpo
         assert list(sample.token_ids) == wanted(12)
 
 
+@pytest.mark.slow
 def test_the_nearest_node_sends_them(tmp_path: Path, checkpoint: Path, name: str) -> None:
     with contextlib.ExitStack() as stack:
         nodes = whole_ones(stack, tmp_path, checkpoint)
@@ -97,6 +99,7 @@ def test_the_nearest_node_sends_them(tmp_path: Path, checkpoint: Path, name: str
         assert [len(one) for one in sent] == [0, 3]
 
 
+@pytest.mark.slow
 def test_a_node_that_cannot_send_is_passed_over(tmp_path: Path, checkpoint: Path, name: str) -> None:
     with contextlib.ExitStack() as stack:
         nodes = whole_ones(stack, tmp_path, checkpoint)

@@ -10,6 +10,7 @@ from churn import Churn
 from tiny_checkpoint import write_checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_texts_stay_the_same_while_nodes_come_and_go(tmp_path: Path) -> None:
     """All nodes hold all blocks of a tiny model: few processes, of which only the first measures itself."""

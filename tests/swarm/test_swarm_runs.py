@@ -71,6 +71,7 @@ def wanted(n_tokens: int) -> list[int]:
     return greedy(tiny_gpt(n_layer=N_LAYER), encode(PROMPT), n_tokens)
 
 
+@pytest.mark.slow
 def test_a_run_uses_the_blocks_where_they_are(tmp_path: Path, checkpoint: Path) -> None:
     """It loads nothing, though it knows one node only, and leaves the nodes as they were."""
     with swarm(3, 2, tmp_path, checkpoint) as nodes:
@@ -89,6 +90,7 @@ def test_a_run_uses_the_blocks_where_they_are(tmp_path: Path, checkpoint: Path) 
         assert {one: held_by(one) for _, one in nodes} == before
 
 
+@pytest.mark.slow
 def test_several_starters_use_the_same_nodes(tmp_path: Path, checkpoint: Path) -> None:
     texts: list[list[int]] = []
 
@@ -107,6 +109,7 @@ def test_several_starters_use_the_same_nodes(tmp_path: Path, checkpoint: Path) -
     assert texts == [wanted(30)] * 6
 
 
+@pytest.mark.slow
 def test_a_node_that_leaves_is_replaced_by_one_that_holds_its_blocks(tmp_path: Path, checkpoint: Path) -> None:
     with swarm(4, 3, tmp_path, checkpoint) as nodes:
         until(
@@ -144,6 +147,7 @@ class SwarmThatChanges(Swarm):
         return part
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_takes_part_in_the_first_ring(tmp_path: Path, checkpoint: Path) -> None:
     """The chosen nodes do not hold all blocks any more, and the run did not know the one that does."""
     with contextlib.ExitStack() as stack:
@@ -228,6 +232,7 @@ def test_memory_that_is_needed_is_not_kept_by_rings_that_cannot_go_on(
         )
 
 
+@pytest.mark.slow
 def test_a_node_does_not_move_from_under_a_ring_that_needs_its_blocks(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +255,7 @@ def test_a_node_does_not_move_from_under_a_ring_that_needs_its_blocks(
         until(lambda: held_by(first[1]) == range(2, 5))
 
 
+@pytest.mark.slow
 def test_a_node_that_lies_is_found_by_one_that_holds_its_blocks(tmp_path: Path, checkpoint: Path) -> None:
     """It leaves the ring, and another takes its place."""
     with swarm(2, N_LAYER, tmp_path, checkpoint) as nodes, opened(nodes[0][0], checkpoint, verify=1.0) as run:
@@ -266,6 +272,7 @@ def test_a_node_that_lies_is_found_by_one_that_holds_its_blocks(tmp_path: Path, 
         assert [list(sample.token_ids) for sample in samples] == [wanted(50)] * 2
 
 
+@pytest.mark.slow
 def test_adapters_come_to_nodes_that_hold_the_blocks(tmp_path: Path) -> None:
     """LoRA and learned rows, also when another node takes over; and others' runs do not have them."""
     made = tuned_in(tmp_path / "made")
@@ -286,6 +293,7 @@ def test_adapters_come_to_nodes_that_hold_the_blocks(tmp_path: Path) -> None:
             assert texts(run, EACH[0]) == expected[:1]
 
 
+@pytest.mark.slow
 def test_blocks_that_nobody_holds_are_named(tmp_path: Path, checkpoint: Path) -> None:
     with swarm_member(0, tmp_path, checkpoint, most_blocks=2) as (node, member):
         until(lambda: held_by(member) is not None)
@@ -293,6 +301,7 @@ def test_blocks_that_nobody_holds_are_named(tmp_path: Path, checkpoint: Path) ->
             pass
 
 
+@pytest.mark.slow
 def test_a_ring_has_one_format(tmp_path: Path, checkpoint: Path) -> None:
     """All blocks are there, in another one than is wanted."""
     with swarm_member(0, tmp_path, checkpoint, most_blocks=N_LAYER) as (node, member):
