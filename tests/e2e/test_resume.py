@@ -18,7 +18,8 @@ from processes import DEADLINE_S, Cluster, Spawn, Starter, wait_for_tokens
 from test_own_families import random_checkpoint
 from tiny_checkpoint import VOCAB, tokenizer
 
-RUN = ("--prompt-style", "none", "--n-tokens", 500, "--n-samples", 3, "--temperature", 0.9, "--seed", 5)
+N_TOKENS = 3000  # so that a run with right guesses is still under way when it has been looked at
+RUN = ("--prompt-style", "none", "--n-tokens", N_TOKENS, "--n-samples", 3, "--temperature", 0.9, "--seed", 5)
 
 
 def wait_until_written(folder: Path, n_tokens: int) -> None:
@@ -44,7 +45,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "hidden_act": "silu",
         "full_attention_interval": 3, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
         "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "tie_word_embeddings": False,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": 4096,
     }  # fmt: skip
     folder = tmp_path_factory.mktemp("ckpt") / "states"
     random_checkpoint(derive_config(sizes, "states", Path("config.json")), folder)
@@ -71,10 +72,11 @@ def test_a_run_whose_starter_was_killed_goes_on(
     first.signal(signal.SIGKILL)
     first.wait()
     before = read_record(find_run(folder, "last")).texts
-    assert all(5 <= len(text.ids) < 500 for text in before)
+    n_ended = sum(len(text.ids) == N_TOKENS for text in before)  # right guesses may take one of them to its end
+    assert all(len(text.ids) >= 5 for text in before) and n_ended < 3
     capsys.readouterr()
     assert launch("starter", ["--resume", "--run-dir", str(folder)]) == 0
-    assert f"{name}: 0 of 3 texts ended" in capsys.readouterr().out
+    assert f"{name}: {n_ended} of 3 texts ended" in capsys.readouterr().out
     status = launch("starter", ["--resume", "last", "--run-dir", str(folder), "--json"])
     printed = capsys.readouterr()
     assert status == 0, printed.err
