@@ -33,13 +33,14 @@ PANELS: dict[str, dict[str, Bars]] = {  # panel -> program
 
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """One panel beside the other; what was not measured has no bar."""
+    """One panel beside the other; what was not measured, or on another machine than "sixteen", has no bar."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    by_name = {result["name"]: result for result in results}
+    machine = next((one.get("machine", "") for one in results if one["name"] == "sixteen"), "")
+    by_name = {one["name"]: one for one in results if one.get("machine", "") == machine}  # bars of one machine alone
     with plt.rc_context({"svg.hashsalt": "mdi", "font.size": 10}):
         figure, panels = plt.subplots(1, len(PANELS), figsize=(10, 4.2), layout="constrained")
         for axes, (title, programs) in zip(panels, PANELS.items(), strict=True):
@@ -47,8 +48,8 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
         figure.legend(handles, [f"{bits} per weight" for bits in COLORS], loc="outside lower center", ncols=len(COLORS),
                       frameon=False)  # fmt: skip
-        shapes = " and ".join(sorted({result["shape"] for result in results if result["name"] == "sixteen"}))
-        figure.suptitle(f"Tokens per second{f', {shapes}' if shapes else ''}: more is better", fontsize=11)
+        where = [one["shape"] for one in results if one["name"] == "sixteen"] + [machine.split(",")[0]]
+        figure.suptitle(f"Tokens per second, {', '.join(filter(None, where))}: more is better", fontsize=11)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)
