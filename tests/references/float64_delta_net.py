@@ -37,13 +37,29 @@ class Model:
             mix = self.attention if kind == "full_attention" else self.delta_net
             x = x + mix(self.norm(x, f"{name}input_layernorm.weight"), name)
             h = self.norm(x, f"{name}post_attention_layernorm.weight")
-            gated = silu(self.linear(h, f"{name}mlp.gate_proj")) * self.linear(h, f"{name}mlp.up_proj")
-            x = x + self.linear(gated, f"{name}mlp.down_proj")
+            x = x + (self.experts if f"{name}mlp.gate.weight" in self.weights else self.mlp)(h, f"{name}mlp.")
         x = self.norm(x, f"{PREFIX}norm.weight")
         return x @ self.weights["lm_head.weight"].T
 
     def linear(self, x: Array, name: str) -> Array:
         return x @ self.weights[f"{name}.weight"].T
+
+    def mlp(self, x: Array, name: str) -> Array:
+        return self.linear(
+            silu(self.linear(x, f"{name}gate_proj")) * self.linear(x, f"{name}up_proj"), f"{name}down_proj"
+        )
+
+    def experts(self, x: Array, name: str) -> Array:
+        """The best few by a softmax, whose weights add up to one, and a shared one with a gate of its own."""
+        scores = np.exp(self.linear(x, f"{name}gate"))
+        best = np.argsort(-scores, axis=1)[:, : self.config["num_experts_per_tok"]]
+        found = sigmoid(self.linear(x, f"{name}shared_expert_gate")) * self.mlp(x, f"{name}shared_expert.")
+        into, out = self.weights[f"{name}experts.gate_up_proj"], self.weights[f"{name}experts.down_proj"]
+        for row, chosen in enumerate(best):
+            for i in chosen:
+                gate, up = np.split(into[i] @ x[row], 2)
+                found[row] += scores[row, i] / scores[row, chosen].sum() * (out[i] @ (silu(gate) * up))
+        return found
 
     def norm(self, x: Array, name: str, offset: float = 1.0) -> Array:
         mean = (x * x).mean(-1, keepdims=True)

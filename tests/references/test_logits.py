@@ -97,9 +97,7 @@ def same(found: np.ndarray, expected: np.ndarray, tolerance: float = TOLERANCE) 
     best = np.sort(expected, axis=1)[:, -2:]
     is_clear = best[:, 1] - best[:, 0] > 2 * tolerance
     assert is_clear.mean() > 0.9
-    differences = np.abs(found - expected).max(axis=1)
-    # A row in sixty may depend on the order of sums much more than others do, and the order is the processor's.
-    assert np.quantile(differences, 0.95) < tolerance and differences.max() < 3 * tolerance
+    assert np.abs(found - expected).max() < tolerance
     assert np.array_equal(found.argmax(1)[is_clear], expected.argmax(1)[is_clear])
 
 
