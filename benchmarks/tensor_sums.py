@@ -153,11 +153,11 @@ def in_forks(n: int, work: Callable[[int], list[Result]]) -> list[Result]:
     for child in children:
         child.start()
     while waiting := [child for child in children if child.is_alive()]:
-        connection.wait([child.sentinel for child in waiting])
-        if is_well and any(child.exitcode for child in children):
+        if is_well and any(child.exitcode for child in children):  # before the wait: one may have failed already
             is_well = False
             for child in children:
                 child.terminate()
+        connection.wait([child.sentinel for child in waiting])
     if not is_well or any(child.exitcode for child in children):
         raise SystemExit(1)
     found: list[Result] = told.recv()

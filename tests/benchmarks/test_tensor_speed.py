@@ -84,9 +84,14 @@ def test_rounds_have_the_reading_rate_of_each_process(
     )
 
 
-def test_a_process_that_fails_ends_the_others() -> None:
+@pytest.mark.parametrize("has_failed_before", [False, True])
+def test_a_process_that_fails_ends_the_others(has_failed_before: bool) -> None:
+    """Also if it has failed before anybody waits for it."""
+    start = "process = multiprocessing.get_context('fork').Process; start = process.start\n"
+    ended = "process.start = lambda self: (start(self), self.name.endswith('3') and self.join())\n"
     code = (
-        "import signal, tensor_sums\n"
+        "import multiprocessing, signal, tensor_sums\n"
+        f"{start + ended if has_failed_before else ''}"
         "def work(rank):\n    if rank == 2:\n        raise ValueError('rank 2')\n    signal.pause()\n"
         "tensor_sums.in_forks(3, work)"
     )
