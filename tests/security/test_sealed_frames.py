@@ -55,7 +55,7 @@ def as_read(frame: Frame) -> Frame:
 def test_frames_arrive_in_order_in_both_directions_and_show_nothing(is_aes: bool) -> None:
     one, other = codecs(is_aes)
     pool = BufferPool(2)
-    for frame in (FRAME, PING, replace(FRAME, number=4), Frame.message(FrameType.STOP, 7, b"over")):
+    for frame in (FRAME, PING, replace(FRAME, number=4, freed=(9, 8)), Frame.message(FrameType.STOP, 7, b"over")):
         for sender, receiver in ((one, other), (other, one)):
             data = bytes_of(frame, sender)
             assert b"MDIr" not in data and bytes(range(24)) not in data
