@@ -376,16 +376,6 @@ def test_what_was_under_way_at_a_loss_are_known_tokens_alone() -> None:
     assert scheduler.in_flight == {1: (3, 4)}
 
 
-def test_rounds_left_are_fewer_where_guesses_are_right() -> None:
-    one = text(1, 2, n_tokens=100)
-    one.ids += range(20)
-    assert one.n_rounds_left == 80
-    one.n_confirmed = 15
-    assert one.n_rounds_left == 20
-    one.ids += range(80)
-    assert one.n_rounds_left == 0
-
-
 class Behind(LoopbackRing):
     """A ring of two nodes in this thread; it is lost when so many frames have come back."""
 
