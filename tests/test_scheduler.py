@@ -378,6 +378,21 @@ def test_a_ring_that_holds_less_ends_only_what_it_could_never_hold() -> None:
     assert [row[:2] for row in rows_of(next_plan(scheduler))] == [(1, 0)]
 
 
+def test_rows_of_prompts_in_a_frame_are_known_while_it_is_under_way() -> None:
+    scheduler = Scheduler(2, chunk_rows=5)
+    scheduler.submit(sequence(1, n_prompt=3))
+    scheduler.update(next_plan(scheduler).number, {1: [5]})
+    scheduler.submit(sequence(2, n_prompt=9))
+    plans = [next_plan(scheduler), next_plan(scheduler)]
+    assert [rows_of(plan) for plan in plans] == [[(1, 3, 1, 1), (2, 0, 5, 0)], [(2, 5, 4, 1)]]
+    assert [scheduler.prompt_rows(number) for number in range(4)] == [0, 5, 4, 0]
+    assert scheduler.in_flight == {1: (3, 4), 2: (0, 9)} and scheduler.n_in_flight == 2
+    scheduler.resume(2, None, {1: 4})
+    replay = next_plan(scheduler)
+    assert replay.is_replay and scheduler.prompt_rows(replay.number) == 3, "they are as many rows as those of a prompt"
+    assert scheduler.in_flight == {}, "a node that gets them passes nothing on"
+
+
 def test_guesses_beyond_the_accepted_tokens_are_taken_back() -> None:
     one = sequence(1, n_prompt=3)
     one.n_sent = 7  # four rows beyond the prompt went out for tokens that were guessed
