@@ -104,11 +104,15 @@ def test_a_frame_has_no_more_rows_with_guesses_than_it_may_have() -> None:
 
 
 class Asked(Always):
-    """Remembers what it was asked."""
+    """Remembers what it was asked and told."""
 
     def __init__(self, at_once: tuple[int, int]) -> None:
         super().__init__(at_once)
         self.seen: list[tuple[int, int, int]] = []
+        self.judged: list[tuple[int, bool]] = []
+
+    def judge(self, sequence: Text, n_right: int, is_wrong: bool) -> None:
+        self.judged.append((n_right, is_wrong))
 
     def limits(self, sequence: Text, n_places: int, n_texts: int, n_beside: int = 0) -> tuple[int, int]:
         self.seen.append((n_places, n_texts, n_beside))
@@ -178,6 +182,47 @@ def test_guesses_travel_alone_while_texts_are_few_beside_the_places(n_texts: int
     assert len(plain.slices) == n_texts and plain.is_plain and not plain.is_guessed
     assert [len(plan.slices) for plan in alone][:1] == ([n_guessed] if n_guessed else [])
     assert all(plan.is_guessed and not plan.is_plain for plan in alone)
+
+
+def test_no_further_frame_of_a_text_leaves_where_fewer_are_allowed_than_are_under_way() -> None:
+    scheduler = scheduler_of(1, 4, (2, 1), [text(1)])
+    assert [plan.is_guessed for plan in plans_of(scheduler)] == [False, True]
+    scheduler.guesser = Always((1, 1))
+    assert scheduler.schedule() is None
+    scheduler.guesser = Always((3, 1))
+    assert [plan.is_guessed for plan in plans_of(scheduler)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "judged"),
+    [
+        ([1, 1, 1, 7], (3, False)),
+        ([1, 1, 7], (2, True)),
+        ([7], (0, True)),
+        ([1, 1], (2, False)),  # the other rows are void
+        ([1, 0], (1, True)),  # the text's end was not guessed
+        ([1, 1, 1, 0], (3, False)),
+    ],
+)
+def test_a_guesser_learns_how_many_were_right(drawn: list[int], judged: tuple[int, bool]) -> None:
+    scheduler = Scheduler(1)
+    one = Text(0, (3, 3), SamplingParams(eos_ids=frozenset({0})), 500)
+    scheduler.submit(one)
+    answer(scheduler, plans_of(scheduler)[0], 2)
+    scheduler.guesser = asked = Asked((1, 4))
+    (plan,) = plans_of(scheduler)
+    scheduler.update(plan.number, {0: drawn})
+    assert asked.judged == [judged] and (scheduler.n_guessed, scheduler.n_confirmed) == (3, judged[0])
+
+
+def test_a_guess_that_ends_the_text_was_right() -> None:
+    """Though those behind it are void."""
+    scheduler = Scheduler(1)
+    scheduler.submit(Text(0, (3, 3), SamplingParams(stop_sequences=((1,),)), 500))
+    answer(scheduler, plans_of(scheduler)[0], 2)
+    scheduler.guesser = asked = Asked((1, 4))
+    (plan,) = plans_of(scheduler)
+    assert scheduler.update(plan.number, {0: [1]}) == [Event(0, (), "stop")] and asked.judged == [(1, False)]
 
 
 def test_a_token_that_needs_no_draw_counts_as_a_right_guess() -> None:

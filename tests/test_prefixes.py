@@ -163,7 +163,7 @@ def of_long_prompt(window: int | None, owner: str | None) -> tuple[Scheduler, li
     copied: list[tuple[int, int, int]] = []
     for number in range(170):
         plan = scheduler.schedule()
-        assert plan is not None and plan.number == number
+        assert plan is not None and plan.number == number and scheduler.schedule() is None, "one frame at a time"
         copied += [(number, source, copy - SNAPSHOTS) for source, copy in plan.copies]
         scheduler.update(number, {part.seq_id: [1] for part in plan.slices if part.n_logits})
     return scheduler, copied

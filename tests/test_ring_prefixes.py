@@ -291,7 +291,7 @@ def test_a_text_is_looked_for_filled_computed_and_kept() -> None:
         scheduler.answered(plan.number, plan.task)
     assert scheduler.schedule() is None and not scheduler.keeps_later
 
-    for n_pages, ends in ((6, ""), (7, "40"), (9, "1c0")):  # beside five in memory
+    for n_pages, ends in ((5, ""), (6, ""), (7, "40"), (9, "1c0")):  # beside five in memory
         ids = (*range(5 * PAGE), *[n_pages] * ((n_pages - 5) * PAGE + 1))
         scheduler.submit(Sequence(n_pages, ids, SamplingParams(n_tokens=1), 10_000, owner="a"))
         plan = scheduler.schedule()  # type: ignore[assignment]
