@@ -481,7 +481,7 @@ def test_files_come_in_the_order_of_their_positions() -> None:
     ]
 
 
-@pytest.mark.parametrize(("row_s", "n_runs"), [(None, 3), (0.051, 3), (0.049, 1)])
+@pytest.mark.parametrize(("row_s", "n_runs"), [(None, 3), (0.0501, 3), (0.0499, 1)])
 def test_files_that_come_slower_than_rows_are_computed_are_left(row_s: float | None, n_runs: int) -> None:
     """One run has come before that is seen, and is of use."""
     took_s = 0.05 * 2 * PAGE
@@ -492,6 +492,39 @@ def test_files_that_come_slower_than_rows_are_computed_are_left(row_s: float | N
         ring.step()
     stops = [stop for kind, stop in ring.seen if kind == FETCH]
     assert stops == [2, 4, 6][:n_runs] and ring.scheduler.n_reused == PAGE * stops[-1]
+
+
+def test_what_files_bring_is_what_lies_behind_the_ends_that_all_have() -> None:
+    """All nodes have two pages, and some of them six; 64 rows of the first run are worth 6.4 s."""
+    scheduler, plan = asking(6)
+    scheduler.row_s = 0.1
+    assert plan.task is not None
+    scheduler.answered(plan.number, replace(plan.task, ends="2", some="20"))
+    for n, took_s in enumerate((6.3, 0.05, 0.1)):
+        plan = scheduler.schedule()  # type: ignore[assignment]
+        assert told(plan) == (FETCH, 6, 0, 4, "2", FETCH_ROUNDS - n, False) and plan.task is not None
+        scheduler.answered(plan.number, replace(plan.task, wanted=f"{n:040x}.kv"), took_s)
+    assert told(scheduler.schedule())[:5] == (FIND, 6, 0, 0, "3e")
+
+
+def test_what_the_starter_lacks_meanwhile_is_computed() -> None:
+    scheduler, plan = asking()
+    has_some = iter([True, False])
+    scheduler.ring_prefixes = RingPrefixes(
+        lambda task: task if next(has_some) else replace(task, ends="0"), "seed", 2, lambda owner: OWNER
+    )
+    scheduler.rewind(2, scheduler.memory)
+    plan = scheduler.schedule()  # type: ignore[assignment]
+    assert told(plan)[0] == FIND and plan.task is not None
+    scheduler.answered(plan.number, replace(plan.task, ends="0", some=plan.task.ends))
+    plan = scheduler.schedule()  # type: ignore[assignment]
+    assert told(plan)[:4] == (FETCH, 5, 0, 2) and plan.task is not None
+    scheduler.answered(plan.number, replace(plan.task, is_done=True, n_rounds=1))
+    plan = scheduler.schedule()  # type: ignore[assignment]
+    while plan.task is not None:
+        scheduler.answered(plan.number, plan.task)
+        plan = scheduler.schedule()  # type: ignore[assignment]
+    assert [part.start for part in plan.slices] == [0] and scheduler.n_reused == 0
 
 
 def test_a_text_of_many_runs_gets_all_of_its_files() -> None:

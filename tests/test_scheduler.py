@@ -210,6 +210,25 @@ def test_the_share_of_the_next_frame(n_decoding: int, flying: list[int], n_frame
     assert next_share(n_decoding, flying, n_frames) == expected
 
 
+def test_a_cohort_stays_together_and_takes_nobody_else_along() -> None:
+    scheduler = Scheduler(2)
+    beams = tuple(sequence(seq_id, n_prompt=2) for seq_id in range(3))
+    for one in beams:
+        one.cohort = beams
+    for one in beams:
+        scheduler.submit(one)
+    plans = [next_plan(scheduler)]
+    scheduler.submit(sequence(3))
+    plans.append(next_plan(scheduler))
+    assert scheduler.update(plans[0].number, tokens_for(plans[0])) == [], "its tokens are chosen together"
+    scheduler.regroup(beams, [(0, 5), (1, 6), (0, 7)])
+    assert [one.generated for one in beams] == [[5], [6], [7]]
+    scheduler.update(plans[1].number, tokens_for(plans[1]))
+    plans = [next_plan(scheduler), next_plan(scheduler)]
+    assert [[part.seq_id for part in plan.slices] for plan in plans] == [[0, 1, 2], [3]]
+    assert [plan.copies for plan in plans] == [((0, 2),), ()]
+
+
 def test_one_sequence_per_frame_where_that_is_asked_for() -> None:
     scheduler = Scheduler(2, decode_rows=1)
     for seq_id in range(5):

@@ -805,7 +805,7 @@ class Scheduler:
             return []
         n_texts = max(1, self._n_decoding)
         n_flying, n_rows = self.guesser.limits(sequence, max(1, self.n_places // n_texts), n_texts, n_beside)
-        if sequence.n_flying >= n_flying or n_rows <= n_known:
+        if sequence.n_flying >= n_flying:
             return []
         begin = sequence.n_sent + n_known
         n_room = min(
