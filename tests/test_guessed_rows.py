@@ -184,6 +184,18 @@ def test_guesses_travel_alone_while_texts_are_few_beside_the_places(n_texts: int
     assert all(plan.is_guessed and not plan.is_plain for plan in alone)
 
 
+def test_rows_behind_a_wrong_guess_are_void() -> None:
+    scheduler = scheduler_of(1, 4, (4, 1), [text(1)])
+    plain, *guessed = plans_of(scheduler)
+    assert [scheduler.due(plain.number)[1], len(guessed)] == [[True], 3]
+    answer(scheduler, plain, 2)
+    again = scheduler.schedule()
+    for plan in guessed:
+        assert scheduler.due(plan.number)[1] == [False] and scheduler.update(plan.number, {}) == []
+    assert again is not None and scheduler.due(again.number)[1] == [True]
+    assert scheduler.update(again.number, {1: [2]}) == [Event(1, (2,), None)]
+
+
 def test_no_further_frame_of_a_text_leaves_where_fewer_are_allowed_than_are_under_way() -> None:
     scheduler = scheduler_of(1, 4, (2, 1), [text(1)])
     assert [plan.is_guessed for plan in plans_of(scheduler)] == [False, True]

@@ -7,11 +7,12 @@ import pytest
 from families import greedy, model_of, prompt
 from loopback import InProcessRing, Text, ring_of
 from mdi.engine.memory import CacheMemory, Kept, NodeCaches, Prefixes
-from mdi.engine.scheduler import SNAPSHOTS, Scheduler
+from mdi.engine.scheduler import Scheduler
 from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.model.caches import PAGE, SLACK, PageClass
 
 GREEDY = SamplingParams(n_tokens=12, temperature=0)
+SNAPSHOT = 1 << 47  # the first number behind those of texts: those of texts with an adapter begin at the next bit
 
 
 def memory_of(n_pages: int, window: int | None = None, n_nodes: int = 1) -> CacheMemory:
@@ -164,7 +165,7 @@ def of_long_prompt(window: int | None, owner: str | None) -> tuple[Scheduler, li
     for number in range(170):
         plan = scheduler.schedule()
         assert plan is not None and plan.number == number and scheduler.schedule() is None, "one frame at a time"
-        copied += [(number, source, copy - SNAPSHOTS) for source, copy in plan.copies]
+        copied += [(number, source, copy - SNAPSHOT) for source, copy in plan.copies]
         scheduler.update(number, {part.seq_id: [1] for part in plan.slices if part.n_logits})
     return scheduler, copied
 
@@ -183,7 +184,7 @@ def test_another_text_goes_on_from_the_last_copy_that_it_can(n_alike: int, snaps
     scheduler, _ = of_long_prompt(2, "a")
     scheduler.submit(Sequence(2, (*range(n_alike), 1, 2, 3), GREEDY, 20_000, owner="a"))
     plan = scheduler.schedule()
-    assert plan is not None and plan.copies == ((SNAPSHOTS + snapshot, 2),)
+    assert plan is not None and plan.copies == ((SNAPSHOT + snapshot, 2),)
     assert [part.start for part in plan.slices if part.seq_id == 2] == [start] and scheduler.n_reused == start
 
 
