@@ -71,6 +71,19 @@ def test_the_prompt_is_computed_once_also_if_the_first_text_ends_at_once(n_frame
     assert run(scheduler) == {0: 100, **dict.fromkeys(range(1, 8), 1)}
 
 
+def test_all_but_the_last_row_is_enough_to_begin_behind() -> None:
+    scheduler = Scheduler(2, chunk_rows=99)
+    for seq_id in range(2):
+        scheduler.submit(text(seq_id))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None and [(part.seq_id, part.start, part.n_rows) for part in first.slices] == [(0, 0, 99)]
+    assert second is not None and [(part.seq_id, part.start, part.n_rows) for part in second.slices] == [
+        (0, 99, 1),
+        (1, 99, 1),
+    ]
+    assert second.copies == ((0, 1),)
+
+
 def test_others_neither_wait_nor_share() -> None:
     """Another prompt, another owner, and a prompt that fills no page."""
     scheduler = Scheduler(2, chunk_rows=300)

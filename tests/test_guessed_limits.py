@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from guessing import Bold
 from mdi.engine.cohort import Beams
 from mdi.engine.guesses import DraftModel
-from mdi.engine.memory import CacheMemory
 from mdi.engine.recorder import Activity, Recorder
 from mdi.engine.replay import SentRows
 from mdi.engine.rows import ArrayRows
-from mdi.engine.scheduler import MOST_GUESSES, PromptPace, Scheduler
+from mdi.engine.scheduler import PromptPace, Scheduler
 from mdi.engine.sequence import Plan, PlannedSlice, Request, SamplingParams
 from mdi.engine.sequence import Sequence as Text
 from mdi.engine.speculation import N_ROUNDS, Speculation
@@ -43,84 +42,10 @@ from test_guessed_frames import (
     memory_of,
     outcome,
 )
+from test_guessed_rows import Always, text
 
 WINDOW = 16
 PARAMS = SamplingParams(n_tokens=60, temperature=0.9, top_k=20, seed=4)
-
-
-class Always:
-    """Guesses, always the same token."""
-
-    def __init__(self, at_once: tuple[int, int]) -> None:
-        self._at_once = at_once
-
-    def limits(self, sequence: Text, n_places: int, n_texts: int, n_beside: int = 0) -> tuple[int, int]:
-        return min(n_places, self._at_once[0]), self._at_once[1]
-
-    def propose(self, sequence: Text, n: int) -> list[int]:
-        return [1] * n
-
-    def judge(self, sequence: Text, n_right: int, is_wrong: bool) -> None:
-        """It is always the same."""
-
-
-def scheduler_of(
-    n_frames: int, n_places: int, at_once: tuple[int, int], texts: Sequence[Text], memory: CacheMemory | None = None
-) -> Scheduler:
-    """These have their first tokens; from now on the next ones are guessed."""
-    scheduler = Scheduler(n_frames, memory=memory)
-    scheduler.rewind(n_frames, memory, n_places)
-    for one in texts:
-        scheduler.submit(one)
-        while (plan := scheduler.schedule()) is not None:
-            answer(scheduler, plan, 2)
-            if one.generated:
-                break
-    scheduler.guesser = Always(at_once)
-    return scheduler
-
-
-def text(seq_id: int, n_prompt: int = 2, n_tokens: int = 100, owner: str | None = None) -> Text:
-    return Text(seq_id, (3,) * n_prompt, SamplingParams(n_tokens=n_tokens), 500, owner=owner)
-
-
-def plans_of(scheduler: Scheduler) -> list[Plan]:
-    """All frames that may leave now."""
-    return list(iter(scheduler.schedule, None))
-
-
-def answer(scheduler: Scheduler, plan: Plan, token: int) -> None:
-    """The frame is back, and this token is drawn: from all rows, or from the first one if it is no guess."""
-    _, are_live = scheduler.due(plan.number)
-    live = [part for part, is_live in zip(plan.slices, are_live, strict=True) if is_live]
-    scheduler.update(plan.number, {part.seq_id: [token] * (part.n_logits if token == 1 else 1) for part in live})
-
-
-# Memory
-
-
-def test_rows_of_guesses_take_memory_and_are_counted() -> None:
-    memory = memory_of(40, None)
-    scheduler = scheduler_of(1, 1, (1, MOST_GUESSES), [text(1, PAGE - 2)], memory)
-    (plan,) = plans_of(scheduler)
-    end = plan.slices[0].start + plan.slices[0].n_rows
-    assert end > PAGE and scheduler.used == memory.needs(end)
-    answer(scheduler, plan, 2)
-    assert scheduler.used == memory.needs(end), "the nodes still have the pages"
-
-
-def test_guesses_neither_put_out_a_text_nor_drop_kept_caches() -> None:
-    """Seven pages: one is kept, two texts have three each, and guesses of either would take a fourth."""
-    texts = [text(0, PAGE, 1, owner="me"), text(1, PAGE - 1, 400), text(2, PAGE - 1, 400)]
-    scheduler = scheduler_of(1, 1, (1, MOST_GUESSES), texts, memory_of(7, None))
-    guesser, scheduler.guesser = scheduler.guesser, None
-    freed: list[int] = []
-    while len(texts[2].ids) < 3 * PAGE - 1:
-        scheduler.guesser = guesser if len(texts[2].ids) > 3 * PAGE - 8 else None
-        (plan,) = plans_of(scheduler)
-        freed += plan.freed
-        answer(scheduler, plan, 2)
-    assert scheduler.n_running == 2 and not scheduler.n_preempted and not freed and not scheduler.n_guessed
 
 
 # Kept and shared caches
@@ -200,43 +125,6 @@ def test_texts_that_wait_for_a_copy_are_not_disturbed_by_guesses_of_its_source(m
 
 
 # Frames
-
-
-def test_a_frame_has_no_more_rows_with_guesses_than_it_may_have() -> None:
-    for n_texts in (1, 3, 8):
-        scheduler = Scheduler(1, decode_rows=8)
-        scheduler.guesser = Always((1, 100))
-        for seq_id in range(n_texts):
-            scheduler.submit(text(seq_id))
-        answer(scheduler, plans_of(scheduler)[0], 2)
-        (plan,) = plans_of(scheduler)
-        assert len(plan.slices) == n_texts and sum(part.n_rows for part in plan.slices) <= 8
-
-
-def test_frames_of_guesses_alone_take_no_place_of_a_prompt() -> None:
-    scheduler = scheduler_of(2, 6, (6, 1), [text(1)])
-    first, *guessed = plans_of(scheduler)
-    assert not first.is_guessed and len(guessed) == 5 and all(plan.is_guessed for plan in guessed)
-    scheduler.submit(text(2))
-    answer(scheduler, first, 2)
-    plan = scheduler.schedule()
-    assert plan is not None and [part.seq_id for part in plan.slices] == [1, 2]
-
-
-def test_frames_of_guesses_alone_hold_up_no_other_text() -> None:
-    scheduler = scheduler_of(2, 6, (3, 1), [text(1), text(2)])
-    one, two, *guessed = plans_of(scheduler)
-    assert [len(plan.slices) for plan in (one, two)] == [1, 1] and guessed
-    answer(scheduler, one, 2)
-    plan = scheduler.schedule()
-    assert plan is not None and not plan.is_guessed and plan.slices[0].seq_id == one.slices[0].seq_id
-
-
-def test_nothing_is_guessed_while_a_text_waits() -> None:
-    memory = memory_of(4, None)  # for one text
-    scheduler = scheduler_of(2, 6, (6, 1), [text(1, 70, 40)], memory)
-    scheduler.submit(text(2, 70, 40))
-    assert [plan.is_guessed for plan in plans_of(scheduler)] == [False] and scheduler.n_waiting == 1
 
 
 def test_texts_that_are_continued_together_are_not_guessed() -> None:
@@ -363,27 +251,6 @@ def test_frames_with_prompts_say_nothing_about_the_price_of_rows() -> None:
 
 
 # Losses
-
-
-def test_what_was_under_way_at_a_loss_are_known_tokens_alone() -> None:
-    """Void frames and guesses bring no text under suspicion."""
-    scheduler = scheduler_of(1, 4, (4, 2), [text(1)])
-    plans = plans_of(scheduler)
-    assert len(plans) == 4 and scheduler.in_flight == {1: (2, 3)}
-    answer(scheduler, plans[0], 2)
-    assert scheduler.in_flight == {}, "all that is under way is void"
-    scheduler.schedule()
-    assert scheduler.in_flight == {1: (3, 4)}
-
-
-def test_rounds_left_are_fewer_where_guesses_are_right() -> None:
-    one = text(1, 2, n_tokens=100)
-    one.ids += range(20)
-    assert one.n_rounds_left == 80
-    one.n_confirmed = 15
-    assert one.n_rounds_left == 20
-    one.ids += range(80)
-    assert one.n_rounds_left == 0
 
 
 class Behind(LoopbackRing):

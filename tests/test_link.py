@@ -11,7 +11,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
 import pytest
 
 from mdi.errors import WireError
@@ -133,21 +132,6 @@ def test_a_frame_arrives_as_it_was_sent(pair: tuple[socket.socket, socket.socket
     assert sent == [HEADER_BYTES + 20 + n_rows * 64 * 4]
 
 
-def test_a_frame_is_sent_where_there_is_no_sendmsg() -> None:
-    class Windows:
-        def __init__(self) -> None:
-            self.data = b""
-
-        def send(self, data: bytes | memoryview) -> int:
-            self.data += bytes(data[:50])  # not all at once
-            return min(50, len(data))
-
-    sock = Windows()
-    frame = batch(1)
-    assert send_frame(sock, frame) == len(sock.data)  # type: ignore[arg-type]
-    assert sock.data == PLAIN.head(frame) + bytes(frame.payload)
-
-
 def test_an_end_between_frames_is_none_and_within_one_an_error(pair: tuple[socket.socket, socket.socket]) -> None:
     sender, receiver = pair
     send_frame(sender, batch(1))
@@ -178,35 +162,6 @@ def test_a_frame_beyond_the_limits_is_refused_before_its_payload_is_read(
         read_frame(receiver, PLAIN, Pool(1))
     assert type(refused.value) is WireError, "the rest was not waited for"
     assert not taken
-
-
-def test_buffers_are_used_again() -> None:
-    pool = BufferPool(2)
-    first = pool.take(5000)
-    pool.give_back(first)
-    assert pool.take(100).obj is first.obj
-    assert pool.take(100).obj is not first.obj
-    assert len(pool.take(0)) == 0
-    for n_bytes in (10_000, 20_000, 30_000):
-        pool.give_back(bytearray(n_bytes))
-    assert len(pool.take(25_000).obj) == 30_000  # type: ignore[arg-type]
-    assert len(pool.take(15_000).obj) == 20_000  # type: ignore[arg-type]  # the smallest was the one to go
-    pool.give_back(b"a payload that came from no pool")
-
-
-def test_a_pool_of_another_type_of_memory() -> None:
-    made: list[int] = []
-
-    def allocate(n_bytes: int) -> np.ndarray:
-        made.append(n_bytes)
-        return np.empty(n_bytes, dtype=np.uint8)
-
-    pool = BufferPool(2, allocate)
-    first = pool.take(5000)
-    first[:] = bytes(5000)
-    pool.give_back(first)
-    pool.give_back(bytearray(6000))  # not of its kind
-    assert pool.take(100).obj is first.obj and made.count(5000) == 1
 
 
 def test_a_long_run_needs_no_more_buffers_than_are_in_flight(

@@ -60,6 +60,36 @@ def test_rows_that_cost_nothing_until_a_tile_is_full_are_not_taken_for_cheap(til
     assert beside <= 2 * before
 
 
+def test_the_number_of_rows_follows_each_frame_up_slowly_and_down_fast() -> None:
+    """Frames without prompts take a second."""
+    pace, now, found = PromptPace(), 0.0, list[float]()
+    times = [(0, 1.0), (10, 1.5), (10, 3.0), (10, 1.1), (10, 1.0), (10, 9.0), (10, 9.0), (10, 9.0), (10, 9.0), (5, 2.0)]
+    for number, (n_prompt, time_s) in enumerate(times):
+        pace.sent(plan_of(number, n_prompt, 4), now)
+        now += time_s
+        assert pace.returned(number, now) == pytest.approx(time_s)
+        found.append(pace.doubling_rows)
+    expected = [
+        26.667,  # 16 rows beside, which make a frame 60 % slower
+        20.0,  # 10 rows took half as long as a frame
+        14.0,  # 10 rows as long as two: a third less at once
+        15.4,  # 10 rows a tenth, which would be 100: a tenth more at once
+        16.94,
+        11.858,
+        8.3006,
+        5.81042,
+        4.067294,
+        4.474,  # 5 rows as long as a frame
+    ]
+    assert found == pytest.approx(expected, abs=1e-3) and pace.row_s is None
+    for number in (10, 11):
+        pace.sent(plan_of(number, 9, 4), now)
+    pace.returned(10, now + 9)
+    assert pace.doubling_rows == LEAST_ROWS
+    assert pace.returned(11, now + 10) == 1.0, "behind the one before"
+    assert pace.returned(11, now + 20) == 0.0, "nobody knows"
+
+
 def test_many_that_wait_get_more_of_the_time_than_few_that_decode() -> None:
     assert rows_beside(20.0, 1, 8) == rows_beside(20.0, 4, 8) == 12
     assert (rows_beside(20.0, 16, 8), rows_beside(20.0, 200, 2)) == (40, 2000)

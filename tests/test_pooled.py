@@ -20,7 +20,7 @@ from mdi.checkpoint.download import choose_files
 from mdi.checkpoint.ggufsource import gguf_directory
 from mdi.checkpoint.pooling import pooling_of, write_pooling
 from mdi.engine.pooling import Pool
-from mdi.engine.sequence import Request, SamplingParams, Sequence
+from mdi.engine.sequence import SamplingParams
 from mdi.errors import CheckpointError, UsageError
 from mdi.kernels import library
 from mdi.run.nodes import GivenNodes
@@ -125,25 +125,6 @@ def test_with_a_side_network_its_rows_are_pooled(checkpoint: Path, tmp_path: Pat
     np.testing.assert_allclose(plain, expected(tiny_gpt(), ids, "last"), atol=1e-5)
     logits = [row @ tiny_gpt().lm_head.weight.detach().numpy().T for row in (plain, own)]
     assert logits[1].argmax() == best != logits[0].argmax(), "the head makes of it what is drawn"
-
-
-def test_rows_and_scores_that_come_again_after_a_loss_count_once() -> None:
-    request = Request(Sequence(0, (4, 5, 6), SamplingParams(1), 9), None, None, lambda seq_id, reason: None)
-    rows, came = np.arange(6, dtype=np.float32).reshape(1, 3, 2), list[Any]()
-    request.read_rows(0, lambda first, new: came.append((first, new[0].tolist())))
-    for first, stop in ((0, 2), (0, 1), (0, 2), (1, 3)):
-        request.take_rows(first, rows[:, first:stop])
-    assert came == [(0, rows[0, :2].tolist()), (2, rows[0, 2:].tolist())]
-
-    request.read_rows(0, lambda first, new: None)
-    for first, stop in ((0, 2), (0, 1), (0, 2), (1, 3)):
-        request.take_scores(first, [(float(i), []) for i in range(first, stop)])
-    assert [own for event in (request.events.get(), request.events.get()) for own, _ in event.logprobs] == [
-        0.0,
-        1.0,
-        2.0,
-    ]
-    assert request.events.empty()
 
 
 def test_a_text_of_zeros_has_no_direction() -> None:

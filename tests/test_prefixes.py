@@ -12,6 +12,7 @@ from mdi.engine.sequence import SamplingParams, Sequence
 from mdi.model.caches import PAGE, SLACK, PageClass
 
 GREEDY = SamplingParams(n_tokens=12, temperature=0)
+SNAPSHOT = 1 << 47  # the first number behind those of texts: those of texts with an adapter begin at the next bit
 
 
 def memory_of(n_pages: int, window: int | None = None, n_nodes: int = 1) -> CacheMemory:
@@ -154,6 +155,37 @@ def test_nodes_free_all_that_is_not_kept(share: float, n_left: int) -> None:
             held |= {s.seq_id for s in plan.slices} | {new_id for _, new_id in plan.copies}
             scheduler.update(plan.number, {s.seq_id: [1] for s in plan.slices if s.n_logits})
     assert len(held) == n_left
+
+
+def of_long_prompt(window: int | None, owner: str | None) -> tuple[Scheduler, list[tuple[int, int, int]]]:
+    """A text that decodes behind 10,000 tokens. Returns in which frames it was copied, too, and to which snapshot."""
+    scheduler = Scheduler(memory=memory_of(10_000, window), kept_share=1)
+    scheduler.submit(Sequence(1, tuple(range(10_000)), SamplingParams(n_tokens=300), 20_000, owner=owner))
+    copied: list[tuple[int, int, int]] = []
+    for number in range(170):
+        plan = scheduler.schedule()
+        assert plan is not None and plan.number == number and scheduler.schedule() is None, "one frame at a time"
+        copied += [(number, source, copy - SNAPSHOT) for source, copy in plan.copies]
+        scheduler.update(number, {part.seq_id: [1] for part in plan.slices if part.n_logits})
+    return scheduler, copied
+
+
+@pytest.mark.parametrize(("window", "owner", "n_copies"), [(2, "a", 3), (None, "a", 0), (2, None, 0)])
+def test_a_long_prompt_is_copied_here_and_there_and_at_its_end(
+    window: int | None, owner: str | None, n_copies: int
+) -> None:
+    """Where a window could not go back there later, and for who has an owner. A copy comes with the frame behind."""
+    _, copied = of_long_prompt(window, owner)
+    assert copied == [(64, 1, 1), (128, 1, 2), (157, 1, 3)][:n_copies]
+
+
+@pytest.mark.parametrize(("n_alike", "snapshot", "start"), [(9000, 2, 8192), (8192, 2, 8192), (8100, 1, 4096)])
+def test_another_text_goes_on_from_the_last_copy_that_it_can(n_alike: int, snapshot: int, start: int) -> None:
+    scheduler, _ = of_long_prompt(2, "a")
+    scheduler.submit(Sequence(2, (*range(n_alike), 1, 2, 3), GREEDY, 20_000, owner="a"))
+    plan = scheduler.schedule()
+    assert plan is not None and plan.copies == ((SNAPSHOT + snapshot, 2),)
+    assert [part.start for part in plan.slices if part.seq_id == 2] == [start] and scheduler.n_reused == start
 
 
 def test_windows_are_not_cut_beyond_what_they_kept() -> None:

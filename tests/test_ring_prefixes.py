@@ -251,6 +251,86 @@ def test_an_answer_for_a_text_that_has_gone_is_left_alone() -> None:
     assert freed is not None and freed.task is None and freed.freed == (7,)
 
 
+def told(plan: Plan | None) -> tuple[str, int, int, int, str, int, bool]:
+    """A task: its kind, how many pages have keys, its first and last page, which ends it asks for, and with which rounds."""
+    assert plan is not None and plan.task is not None and not plan.slices
+    task = plan.task
+    return task.kind, len(task.pages), task.start // PAGE, task.stop // PAGE, task.ends, task.n_rounds, task.is_end
+
+
+def rows_until_idle(scheduler: Scheduler) -> list[tuple[int, int, int]]:
+    """Lets all texts end that wait for no node. Returns their rows: sequence, first, how many."""
+    rows: list[tuple[int, int, int]] = []
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None and plan.task is None
+        rows += [(part.seq_id, part.start, part.n_rows) for part in plan.slices]
+        scheduler.update(plan.number, {part.seq_id: [5] for part in plan.slices if part.n_logits})
+    return rows
+
+
+def test_a_text_is_looked_for_filled_computed_and_kept() -> None:
+    scheduler, plan = asking()  # five pages and a token
+    assert told(plan) == (FIND, 5, 0, 0, "1e", FETCH_ROUNDS, False), "the first page alone is not worth a question"
+    assert plan.task is not None and (plan.task.seq_id, plan.task.owner) == (7, OWNER)
+    assert scheduler.schedule() is None and scheduler.n_running == 1
+
+    scheduler.answered(plan.number, replace(plan.task, ends="4"))
+    for kind in (FILL, FILLED):
+        again = scheduler.schedule()
+        assert told(again) == (kind, 5, 0, 3, "4", FETCH_ROUNDS, False)
+        assert again is not None and again.task is not None
+        scheduler.answered(again.number, again.task)
+    assert scheduler.n_reused == 3 * PAGE
+    assert rows_until_idle(scheduler) == [(7, 96, 64), (7, 160, 1), (7, 161, 1), (7, 162, 1)]
+
+    for start, stop, is_end in ((0, 2, False), (2, 4, False), (4, 5, True)):  # in runs of two pages
+        plan = scheduler.schedule()  # type: ignore[assignment]
+        assert told(plan) == (KEEP, stop, start, stop, "0", 0, is_end)
+        assert plan.task is not None and scheduler.schedule() is None
+        scheduler.answered(plan.number, plan.task)
+    assert scheduler.schedule() is None and not scheduler.keeps_later
+
+    for n_pages, ends in ((5, ""), (6, ""), (7, "40"), (9, "1c0")):  # beside five in memory
+        ids = (*range(5 * PAGE), *[n_pages] * ((n_pages - 5) * PAGE + 1))
+        scheduler.submit(Sequence(n_pages, ids, SamplingParams(n_tokens=1), 10_000, owner="a"))
+        plan = scheduler.schedule()  # type: ignore[assignment]
+        if ends:
+            assert told(plan) == (FIND, n_pages, 0, 0, ends, FETCH_ROUNDS, False)
+        assert bool(plan.slices) is not bool(ends)
+        scheduler.cancel(n_pages)
+        if plan.task is None:
+            scheduler.update(plan.number, {})
+        else:
+            scheduler.answered(plan.number, plan.task)
+
+
+def test_what_is_in_front_of_damaged_files_is_looked_for_again() -> None:
+    scheduler, plan = asking()
+    for kind, n_pages, stop, ends in ((FIND, 5, 0, "1e"), (FILL, 5, 4, "8"), (FILLED, 5, 4, "8"), (FIND, 3, 0, "6")):
+        assert told(plan)[:5] == (kind, n_pages, 0, stop, ends) and not plan.freed
+        assert plan.task is not None
+        scheduler.answered(plan.number, replace(plan.task, ends="8", is_done=kind != FILLED))
+        plan = scheduler.schedule()  # type: ignore[assignment]
+    assert plan.task is None, "no end is left that anybody has"
+    assert plan.freed == (7,) and [(part.start, part.n_rows) for part in plan.slices] == [(0, 64)]
+    assert scheduler.n_reused == 0
+
+
+def test_nodes_that_have_enough_to_write_are_asked_again_behind_the_next_text() -> None:
+    scheduler, plan = asking()
+    assert plan.task is not None
+    scheduler.answered(plan.number, replace(plan.task, ends="0"))
+    rows_until_idle(scheduler)
+    plan = scheduler.schedule()  # type: ignore[assignment]
+    assert told(plan)[:4] == (KEEP, 2, 0, 2) and plan.task is not None
+    scheduler.answered(plan.number, replace(plan.task, is_done=False))
+    assert scheduler.keeps_later and scheduler.schedule() is None
+    scheduler.submit(Sequence(8, (1,), SamplingParams(n_tokens=2), 10_000))
+    rows_until_idle(scheduler)
+    assert not scheduler.keeps_later and told(scheduler.schedule())[:4] == (KEEP, 2, 0, 2)
+
+
 def test_what_is_dropped_from_memory_leaves_nothing_behind() -> None:
     """And an answer about it that comes later does not, either."""
     memory = CacheMemory((NodeCaches("starter", 100, (PageClass(None, 1),)),))
@@ -401,7 +481,7 @@ def test_files_come_in_the_order_of_their_positions() -> None:
     ]
 
 
-@pytest.mark.parametrize(("row_s", "n_runs"), [(None, 3), (0.051, 3), (0.049, 1)])
+@pytest.mark.parametrize(("row_s", "n_runs"), [(None, 3), (0.0501, 3), (0.0499, 1)])
 def test_files_that_come_slower_than_rows_are_computed_are_left(row_s: float | None, n_runs: int) -> None:
     """One run has come before that is seen, and is of use."""
     took_s = 0.05 * 2 * PAGE
@@ -412,6 +492,39 @@ def test_files_that_come_slower_than_rows_are_computed_are_left(row_s: float | N
         ring.step()
     stops = [stop for kind, stop in ring.seen if kind == FETCH]
     assert stops == [2, 4, 6][:n_runs] and ring.scheduler.n_reused == PAGE * stops[-1]
+
+
+def test_what_files_bring_is_what_lies_behind_the_ends_that_all_have() -> None:
+    """All nodes have two pages, and some of them six; 64 rows of the first run are worth 6.4 s."""
+    scheduler, plan = asking(6)
+    scheduler.row_s = 0.1
+    assert plan.task is not None
+    scheduler.answered(plan.number, replace(plan.task, ends="2", some="20"))
+    for n, took_s in enumerate((6.3, 0.05, 0.1)):
+        plan = scheduler.schedule()  # type: ignore[assignment]
+        assert told(plan) == (FETCH, 6, 0, 4, "2", FETCH_ROUNDS - n, False) and plan.task is not None
+        scheduler.answered(plan.number, replace(plan.task, wanted=f"{n:040x}.kv"), took_s)
+    assert told(scheduler.schedule())[:5] == (FIND, 6, 0, 0, "3e")
+
+
+def test_what_the_starter_lacks_meanwhile_is_computed() -> None:
+    scheduler, plan = asking()
+    has_some = iter([True, False])
+    scheduler.ring_prefixes = RingPrefixes(
+        lambda task: task if next(has_some) else replace(task, ends="0"), "seed", 2, lambda owner: OWNER
+    )
+    scheduler.rewind(2, scheduler.memory)
+    plan = scheduler.schedule()  # type: ignore[assignment]
+    assert told(plan)[0] == FIND and plan.task is not None
+    scheduler.answered(plan.number, replace(plan.task, ends="0", some=plan.task.ends))
+    plan = scheduler.schedule()  # type: ignore[assignment]
+    assert told(plan)[:4] == (FETCH, 5, 0, 2) and plan.task is not None
+    scheduler.answered(plan.number, replace(plan.task, is_done=True, n_rounds=1))
+    plan = scheduler.schedule()  # type: ignore[assignment]
+    while plan.task is not None:
+        scheduler.answered(plan.number, plan.task)
+        plan = scheduler.schedule()  # type: ignore[assignment]
+    assert [part.start for part in plan.slices] == [0] and scheduler.n_reused == 0
 
 
 def test_a_text_of_many_runs_gets_all_of_its_files() -> None:

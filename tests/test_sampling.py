@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdi.engine.sampling import Row, adjusted, log_probs, sample, uniforms
+from mdi.engine.sampling import Row, adjusted, log_probs, log_probs_of, sample, scores_of, uniforms
 from mdi.engine.sequence import SamplingParams, seed_of
 
 VOCAB = 12
@@ -33,6 +33,9 @@ def test_temperature_zero_is_greedy_beside_rows_that_are_drawn() -> None:
     tokens = sample(logits, [(params(temperature=0), 0), (params(), 0), (params(temperature=0), 0)])
     best = logits.argmax(dim=-1).tolist()
     assert (tokens[0], tokens[2]) == (best[0], best[2])
+    assert draws(torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0]]), params(temperature=0), 20) == {1: 20}, (
+        "the first of equal ones"
+    )
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.7}, {"top_k": 6, "top_p": 0.8}])
@@ -287,6 +290,32 @@ def test_log_probabilities_are_the_models_own() -> None:
     own, best = log_probs(logits, 4, 3)
     assert own == pytest.approx(float(expected[4]))
     assert best == [(i, pytest.approx(float(expected[i]))) for i in expected.argsort(descending=True)[:3].tolist()]
+
+
+def test_log_probabilities_of_rows_are_those_of_one_row_and_stay_numbers() -> None:
+    logits = np.random.default_rng(1).standard_normal((5, 90)).astype(np.float32) * 200
+    tokens = [3, 89, 0, 44, 3]
+    assert log_probs_of(logits, tokens).tolist() == [
+        log_probs(row, t, 0)[0] for row, t in zip(logits, tokens, strict=True)
+    ]
+    assert np.isfinite(log_probs_of(logits * 1e4, tokens)).all()
+
+
+def test_scores_of_rows() -> None:
+    """Of probabilities that are powers of two: 1/2, 1/4, 1/8, 1/8 in another order in each row, beside any number."""
+    one = np.log(2, dtype=np.float32)
+    powers = np.array([[1, 2, 3, 3], [3, 1, 3, 2], [2, 3, 1, 3]], dtype=np.float32)
+    logits, tokens = 7 - powers * one, [0, 2, 1]
+    assert log_probs_of(logits, tokens) / one == pytest.approx([-1, -3, -3])
+    for n_best in (0, 1, 2):
+        found = scores_of(logits, tokens, n_best)
+        assert [own / one for own, _ in found] == pytest.approx([-1, -3, -3])
+        assert [[token for token, _ in best] for _, best in found] == [
+            [0, 1][:n_best],
+            [1, 3][:n_best],
+            [2, 0][:n_best],
+        ]
+        assert [value / one for _, best in found for _, value in best] == pytest.approx([-1, -2][:n_best] * 3)
 
 
 @pytest.mark.parametrize(

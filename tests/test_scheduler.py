@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdi.engine.memory import CacheMemory, NodeCaches
-from mdi.engine.scheduler import AHEAD_POSITIONS, Scheduler
+from mdi.engine.scheduler import AHEAD_POSITIONS, Scheduler, next_share
 from mdi.engine.sequence import Event, Plan, SamplingParams, Sequence
 from mdi.errors import EngineError
 from mdi.model.caches import PageClass
@@ -198,6 +198,37 @@ def test_decoding_sequences_spread_evenly_over_the_frames(n_sequences: int, n_fr
     assert len(rounds) > n_used and all(found == expected for found in rounds)
 
 
+@pytest.mark.parametrize(
+    ("n_decoding", "flying", "n_frames", "expected"),
+    [
+        (0, [], 3, 0), (1, [], 3, 1), (1, [1], 3, 0), (5, [], 3, 2), (5, [2], 3, 2), (5, [2, 2], 3, 1), (5, [1], 3, 2),
+        (5, [1, 2], 3, 2), (5, [2, 2, 1], 3, 0), (4, [], 3, 2), (4, [2], 3, 2), (4, [3], 3, 2), (4, [1, 1], 3, 0),
+        (7, [3], 3, 2), (7, [4], 3, 2), (7, [2, 2], 3, 3),
+    ],
+)  # fmt: skip
+def test_the_share_of_the_next_frame(n_decoding: int, flying: list[int], n_frames: int, expected: int) -> None:
+    assert next_share(n_decoding, flying, n_frames) == expected
+
+
+def test_a_cohort_stays_together_and_takes_nobody_else_along() -> None:
+    scheduler = Scheduler(2)
+    beams = tuple(sequence(seq_id, n_prompt=2) for seq_id in range(3))
+    for one in beams:
+        one.cohort = beams
+    for one in beams:
+        scheduler.submit(one)
+    plans = [next_plan(scheduler)]
+    scheduler.submit(sequence(3))
+    plans.append(next_plan(scheduler))
+    assert scheduler.update(plans[0].number, tokens_for(plans[0])) == [], "its tokens are chosen together"
+    scheduler.regroup(beams, [(0, 5), (1, 6), (0, 7)])
+    assert [one.generated for one in beams] == [[5], [6], [7]]
+    scheduler.update(plans[1].number, tokens_for(plans[1]))
+    plans = [next_plan(scheduler), next_plan(scheduler)]
+    assert [[part.seq_id for part in plan.slices] for plan in plans] == [[0, 1, 2], [3]]
+    assert [plan.copies for plan in plans] == [((0, 2),), ()]
+
+
 def test_one_sequence_per_frame_where_that_is_asked_for() -> None:
     scheduler = Scheduler(2, decode_rows=1)
     for seq_id in range(5):
@@ -376,6 +407,34 @@ def test_a_ring_that_holds_less_ends_only_what_it_could_never_hold() -> None:
     scheduler.update(next_plan(scheduler).number, {})
     assert scheduler.rewind(1, Positions(60)) == [Event(0, (), "memory")]
     assert [row[:2] for row in rows_of(next_plan(scheduler))] == [(1, 0)]
+
+
+@pytest.mark.parametrize("has_fresh", [True, False])
+def test_a_prompt_goes_on_in_chunks_over_another_ring(has_fresh: bool) -> None:
+    scheduler = Scheduler(1, chunk_rows=4)
+    scheduler.submit(sequence(1, n_prompt=10))
+    scheduler.update(next_plan(scheduler).number, {})
+    scheduler.resume(1, None, {1: 4}, has_fresh)
+    for expected in [(1, 0, 4, 0)] * has_fresh + [(1, 4, 4, 0), (1, 8, 2, 1), (1, 10, 1, 1)]:
+        plan = next_plan(scheduler)
+        assert rows_of(plan) == [expected] and plan.is_replay is (expected[1] == 0)
+        assert plan.slices[0].is_prompt is (expected[1] in (4, 8))
+        scheduler.update(plan.number, tokens_for(plan))
+
+
+def test_rows_of_prompts_in_a_frame_are_known_while_it_is_under_way() -> None:
+    scheduler = Scheduler(2, chunk_rows=5)
+    scheduler.submit(sequence(1, n_prompt=3))
+    scheduler.update(next_plan(scheduler).number, {1: [5]})
+    scheduler.submit(sequence(2, n_prompt=9))
+    plans = [next_plan(scheduler), next_plan(scheduler)]
+    assert [rows_of(plan) for plan in plans] == [[(1, 3, 1, 1), (2, 0, 5, 0)], [(2, 5, 4, 1)]]
+    assert [scheduler.prompt_rows(number) for number in range(4)] == [0, 5, 4, 0]
+    assert scheduler.in_flight == {1: (3, 4), 2: (0, 9)} and scheduler.n_in_flight == 2
+    scheduler.resume(2, None, {1: 4})
+    replay = next_plan(scheduler)
+    assert replay.is_replay and scheduler.prompt_rows(replay.number) == 3, "they are as many rows as those of a prompt"
+    assert scheduler.in_flight == {}, "a node that gets them passes nothing on"
 
 
 def test_guesses_beyond_the_accepted_tokens_are_taken_back() -> None:

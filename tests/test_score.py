@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from mdi.cli import launch
-from mdi.engine.sampling import log_probs, log_probs_of
 from mdi.engine.sequence import SamplingParams
 from mdi.errors import EngineError, UsageError
 from mdi.run.nodes import GivenNodes
@@ -124,15 +123,6 @@ def test_scores_are_the_log_probabilities_with_which_the_tokens_were_drawn(check
                 assert all(len(best) == n_best for _, best in found)
             for (own, best), token in zip(found[len(prompt) - 1 :], written, strict=True):  # the best was drawn
                 assert best[0] == (token, own) and best[0][1] >= best[1][1] >= best[2][1]
-
-
-def test_log_probabilities_of_rows_are_those_of_one_row_and_stay_numbers() -> None:
-    logits = np.random.default_rng(1).standard_normal((5, 90)).astype(np.float32) * 200
-    tokens = [3, 89, 0, 44, 3]
-    assert log_probs_of(logits, tokens).tolist() == [
-        log_probs(row, t, 0)[0] for row, t in zip(logits, tokens, strict=True)
-    ]
-    assert np.isfinite(log_probs_of(logits * 1e4, tokens)).all()
 
 
 def test_windows() -> None:

@@ -632,7 +632,7 @@ class Scheduler:
         """FETCH the files of the next run, so that whatever has come is the beginning of a text."""
         n_pages, n_some = task.run_pages * (task.stop // PAGE // task.run_pages + 1), int(task.some, 16).bit_length()
         stop, is_end = PAGE * min(n_pages, n_some), n_pages >= n_some
-        return replace(task, kind=FETCH, start=0, stop=stop, is_end=is_end, n_rounds=FETCH_ROUNDS)
+        return replace(task, kind=FETCH, stop=stop, is_end=is_end, n_rounds=FETCH_ROUNDS)
 
     def _n_gained(self, sequence: Sequence, possible: int, stop: int) -> int:
         """Positions before `stop` that are in no memory, and behind the ends that are possible."""
@@ -650,7 +650,7 @@ class Scheduler:
             stop = PAGE * task.possible.bit_length()
             if sequence.seq_id in self._freed:  # after another FILL; every node frees it before it fills
                 self._freed.remove(sequence.seq_id)  # and no later frame may free what is filled
-            self._tasks.append(replace(task, kind=FILL, start=0, stop=stop))
+            self._tasks.append(replace(task, kind=FILL, stop=stop))
             return
         if task.kind == FILL:
             return self._tasks.append(replace(task, kind=FILLED))
@@ -805,7 +805,7 @@ class Scheduler:
             return []
         n_texts = max(1, self._n_decoding)
         n_flying, n_rows = self.guesser.limits(sequence, max(1, self.n_places // n_texts), n_texts, n_beside)
-        if sequence.n_flying >= n_flying or n_rows <= n_known:
+        if sequence.n_flying >= n_flying:
             return []
         begin = sequence.n_sent + n_known
         n_room = min(
