@@ -11,7 +11,7 @@ from clusters import MB, block, cluster, model, node
 from mdi.errors import UsageError
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.rows import Column
-from mdi.placement.cost import CostModel, time_of
+from mdi.placement.cost import CostModel, LinkSpeed, seconds, time_of
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.plan import plan
 from mdi.placement.profile import HOP_S, LinkProfile
@@ -206,3 +206,16 @@ def test_rows_and_frames_follow_the_scheduler() -> None:
 def test_a_run_has_something_to_do(numbers: tuple[int, int]) -> None:
     with pytest.raises(UsageError):
         Workload(*numbers)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "n_nodes", "expected"),
+    [
+        ("star", 1, 0), ("star", 2, 2 * (1000 + 21)), ("star", 5, 2 * (1000 + 4 * 21)),
+        ("exchange", 2, 1000 + 22), ("exchange", 5, 1000 + 4 * 22), ("ring", 5, 2 * 4 * (1000 + 4 + 2)),
+        ("tree", 4, 2 * (2 * 1000 + 2 * 21)), ("tree", 5, 2 * (2 * 1000 + 3 * 21)),
+    ],
+)  # fmt: skip
+def test_a_sum_takes_its_hops_and_what_the_busiest_node_sends(algorithm: str, n_nodes: int, expected: float) -> None:
+    """A hop takes 1000 s, the whole of the bytes 20 s, and a message 1 s of either end."""
+    assert seconds(algorithm, n_nodes, 200, LinkSpeed(1000.0, 10.0, 1.0)) == pytest.approx(expected)

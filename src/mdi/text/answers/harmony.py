@@ -98,7 +98,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     found = []
     for message in _one_call_each(messages):
         made = dict(message)
-        reasoning = made.pop("reasoning_content", None) or made.pop("reasoning", None)
+        reasoning, _ = made.pop("reasoning", None), made.pop("reasoning_content", None)  # the same under both names
         is_whole = not (made.get("tool_calls") and made["content"])
         if made["role"] == "assistant" and isinstance(reasoning, str) and is_whole:
             made["thinking"] = reasoning
