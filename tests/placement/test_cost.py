@@ -28,7 +28,7 @@ def test_times_lie_on_straight_lines(rows: int, seconds: float) -> None:
 def test_few_times() -> None:
     assert time_of(((4, 2.0),), 1) == 2.0
     assert time_of(((1, 2.0),), 8) == 2.0
-    assert time_of(((1, 2.0),), 16) == 4.0
+    assert time_of(((1, 2.0),), 16) == 4.0 and time_of(((1, 2.0),), 12) == time_of(((16, 2.0),), 24) == 3.0
     assert time_of(((1, 2.0), (4, 1.9)), 100) == pytest.approx(1.9)  # noise does not make many rows free
 
 
@@ -179,6 +179,13 @@ def test_a_stage_reaches_as_far_as_it_fits_with_its_caches(cache_mb: int) -> Non
             assert terms.reach(1, start, 1e9) == max(fitting, default=start)
             for stop in range(start, 7):
                 assert terms.fits(1, start, stop) == (cost.memory(1, start, stop, 2).total <= memory_mb * MB)
+
+
+def test_a_stage_reaches_as_far_as_its_time_lasts() -> None:
+    """A block takes 1 ms; the starter has a head of 3 ms."""
+    terms = equal(2, 2).terms(2)
+    assert [terms.reach(0, 1, limit_s) for limit_s in (2.5e-3, 3.5e-3, 4.5e-3, 1.0)] == [1, 1, 2, 6]
+    assert [terms.reach(1, 2, limit_s) for limit_s in (0.5e-3, 1.5e-3, 3.5e-3, 1.0)] == [2, 3, 5, 6]
 
 
 def test_kept_rows_are_part_of_what_a_node_needs_whatever_it_holds() -> None:

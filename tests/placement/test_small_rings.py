@@ -103,7 +103,7 @@ def test_equal_nodes_get_equal_shares() -> None:
     nodes = [
         node(f"n{i}", speed, head_s=((1, 0.5e-3),), read_bytes_s=0.0) for i, speed in enumerate((1, 1, 1, 1, 2, 2))
     ]
-    for n_nodes, n_layer, counts in ((4, 10, (2, 3, 3, 2)), (4, 12, (3, 3, 3, 3)), (6, 14, (1, 2, 2, 1, 4, 4))):
+    for n_nodes, n_layer, counts in ((4, 9, (2, 3, 2, 2)), (4, 12, (3, 3, 3, 3)), (6, 14, (1, 2, 2, 1, 4, 4))):
         cost = CostModel(cluster(*nodes[:n_nodes]), model(n_layer), Workload(n_nodes, 100))
         found = spread(cost, ring_of(cost, range(n_nodes), 1))
         assert found is not None and found.counts == counts
