@@ -89,6 +89,7 @@ def test_one_sequence_waits_for_the_whole_way() -> None:
     link = HOP_S + 150e-6 + 4096 / 125e6
     assert found.link_s == pytest.approx((link,) * 3)
     assert found.round_s == pytest.approx(9e-3 + 3 * link) and found.limit == "round trip"
+    assert [equal(1, n).predict((0,), (6,)).limit for n in (1, 8)] == ["stage", "stage"], "there is no way to go"
 
 
 def test_as_many_sequences_as_frames_cannot_hide_long_links() -> None:
@@ -154,6 +155,9 @@ def test_memory_adds_up() -> None:
     wide = CostModel(cost.profile, replace(shape, vocab_size=1_000_000), cost.workload)
     assert wide.memory(0, 0, 1, 2).activations == activations + 3 * 4 * 2 * 1_000_000, "the starter has logits"
     assert wide.memory(1, 1, 3, 2).activations == other.activations
+    running = CostModel(cost.profile, replace(shape, runtime_bytes=3 * MB), cost.workload)
+    assert running.memory(1, 1, 3, 2).total == other.total + 3 * MB
+    assert running.fixed_bytes(1) == cost.fixed_bytes(1) + 3 * MB
 
 
 def test_loading_may_need_more_than_running() -> None:
