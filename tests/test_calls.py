@@ -72,6 +72,8 @@ ANSWERS: dict[str, tuple[str, str, list[Any]]] = {
     "a name and JSON": (f"[TOOL_CALLS]look{json.dumps(PARIS)}[TOOL_CALLS]go.to{json.dumps(ROME)}", "", BOTH),
     "llama": (written("look", PARIS, "parameters"), "", [LOOK]),
     "llama's two": (f"{written('look', PARIS, 'parameters')}; {written('go.to', ROME, 'parameters')}", "", BOTH),
+    "llama's two without a blank": (f"{written('look', PARIS)};{written('go.to', ROME)}", "", BOTH),
+    "words at a comma": (f"{hermes()},x", ",x", [LOOK]),
     "llama's mark": (f"I will.\n<|python_tag|>{written('look', PARIS, 'parameters')}", "I will.", [LOOK]),
     "a list alone": (f" [{written('look', PARIS)}]", "", [LOOK]),
     "JSON behind reasoning": (f"<think>a</think>\n{written('look', PARIS)}", "<think>a</think>", [LOOK]),

@@ -28,8 +28,9 @@ from mdi.serve.engine_client import TextEvent
 from mdi.serve.models import LoadedModel
 from mdi.serve.quotas import Quotas
 from mdi.serve.request import CommonFields
-from mdi.text.answers.events import Call
+from mdi.text.answers.events import Call, CallBegun, CallPiece, Event, Mark, Text
 from mdi.text.answers.forms import WORDS, Form, form_of
+from mdi.text.answers.harmony import Channels
 from mdi.text.answers.stream import AnswerStream, InlineStream
 from mdi.text.answers.think import content
 from mdi.text.texts import TextCodec
@@ -129,6 +130,20 @@ def test_an_answer_comes_apart_however_it_comes(case: str, codec: TextCodec) -> 
     ids = ids_of(written)
     for size in (1, 2, 7, len(ids)):
         assert taken_apart(stream_of(codec), ids, size) == expected, size
+
+
+IN_PIECES = [CallBegun("look"), CallPiece("{"), CallPiece("}"), Call("look", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [(None, IN_PIECES), ("look", IN_PIECES), ("other", [Text('{"name": "look", "arguments": {}}')])],
+)
+def test_arguments_come_in_pieces_where_the_tool_may_be_called(name: str | None, expected: list[Event]) -> None:
+    tools = None if name is None else [{"type": "function", "function": {"name": name}}]
+    parser = Channels(tools, streams_calls=True)
+    said = (Mark("<|channel|>"), "commentary to=functions.look", Mark("<|message|>"), "{", "}", Mark("<|call|>"))
+    assert [event for piece in said for event in parser.feed(piece)] == expected
 
 
 def test_a_message_that_ends_within_a_character_ends(codec: TextCodec) -> None:
@@ -260,6 +275,13 @@ def test_several_calls_of_a_message_each_stand_before_their_result(order: tuple[
         f"{_called(1)}{_there(1)}{_called(2, 'other')}{_there(2)}{_called(3)}{_there(3)}"
         f"<|start|>assistant{FINAL}There.<|end|><|start|>user<|message|>Where?<|end|><|start|>assistant"
     )
+
+
+def test_messages_with_several_calls_may_follow_each_other(tmp_path: Path) -> None:
+    first, second = ({"role": "assistant", "content": "", "tool_calls": [_call(n), _call(n + 1)]} for n in (1, 3))
+    messages = [USER, first, _result(1), _result(2), second, _result(3), _result(4)]
+    prompt = prompt_of(write_texts(tmp_path / "texts"), messages=messages)
+    assert prompt.endswith("".join(f"{_called(n)}{_there(n)}" for n in (1, 2, 3, 4)) + "<|start|>assistant")
 
 
 def test_results_without_a_call_of_their_own_are_kept(tmp_path: Path) -> None:

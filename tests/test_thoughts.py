@@ -93,6 +93,7 @@ def test_what_is_decided_is_told_at_once() -> None:
         and parser.feed("\nYes") == [Text("Yes")]
         and parser.feed("<th") == [Text("<th")]
     )
+    assert Thoughts(True).feed("</think>\n\nYes") == [Text("Yes")]
 
 
 def test_hundreds_of_thousands_of_marks_are_taken_in_one_pass() -> None:

@@ -11,7 +11,7 @@ from clusters import MB, block, cluster, model, node
 from mdi.errors import UsageError
 from mdi.model.plain import ModelConfig, spec_of
 from mdi.model.rows import Column
-from mdi.placement.cost import CostModel, time_of
+from mdi.placement.cost import CostModel, LinkSpeed, seconds, time_of
 from mdi.placement.model import Workload, model_shape
 from mdi.placement.plan import plan
 from mdi.placement.profile import HOP_S, LinkProfile
@@ -28,7 +28,7 @@ def test_times_lie_on_straight_lines(rows: int, seconds: float) -> None:
 def test_few_times() -> None:
     assert time_of(((4, 2.0),), 1) == 2.0
     assert time_of(((1, 2.0),), 8) == 2.0
-    assert time_of(((1, 2.0),), 16) == 4.0
+    assert time_of(((1, 2.0),), 16) == 4.0 and time_of(((1, 2.0),), 12) == time_of(((16, 2.0),), 24) == 3.0
     assert time_of(((1, 2.0), (4, 1.9)), 100) == pytest.approx(1.9)  # noise does not make many rows free
 
 
@@ -89,6 +89,7 @@ def test_one_sequence_waits_for_the_whole_way() -> None:
     link = HOP_S + 150e-6 + 4096 / 125e6
     assert found.link_s == pytest.approx((link,) * 3)
     assert found.round_s == pytest.approx(9e-3 + 3 * link) and found.limit == "round trip"
+    assert [equal(1, n).predict((0,), (6,)).limit for n in (1, 8)] == ["stage", "stage"], "there is no way to go"
 
 
 def test_as_many_sequences_as_frames_cannot_hide_long_links() -> None:
@@ -154,6 +155,9 @@ def test_memory_adds_up() -> None:
     wide = CostModel(cost.profile, replace(shape, vocab_size=1_000_000), cost.workload)
     assert wide.memory(0, 0, 1, 2).activations == activations + 3 * 4 * 2 * 1_000_000, "the starter has logits"
     assert wide.memory(1, 1, 3, 2).activations == other.activations
+    running = CostModel(cost.profile, replace(shape, runtime_bytes=3 * MB), cost.workload)
+    assert running.memory(1, 1, 3, 2).total == other.total + 3 * MB
+    assert running.fixed_bytes(1) == cost.fixed_bytes(1) + 3 * MB
 
 
 def test_loading_may_need_more_than_running() -> None:
@@ -181,6 +185,13 @@ def test_a_stage_reaches_as_far_as_it_fits_with_its_caches(cache_mb: int) -> Non
                 assert terms.fits(1, start, stop) == (cost.memory(1, start, stop, 2).total <= memory_mb * MB)
 
 
+def test_a_stage_reaches_as_far_as_its_time_lasts() -> None:
+    """A block takes 1 ms; the starter has a head of 3 ms."""
+    terms = equal(2, 2).terms(2)
+    assert [terms.reach(0, 1, limit_s) for limit_s in (2.5e-3, 3.5e-3, 4.5e-3, 1.0)] == [1, 1, 2, 6]
+    assert [terms.reach(1, 2, limit_s) for limit_s in (0.5e-3, 1.5e-3, 3.5e-3, 1.0)] == [2, 3, 5, 6]
+
+
 def test_kept_rows_are_part_of_what_a_node_needs_whatever_it_holds() -> None:
     shape = model(4)
     with_rows = Workload(4, 1000, replay_bytes=1 << 40)
@@ -206,3 +217,16 @@ def test_rows_and_frames_follow_the_scheduler() -> None:
 def test_a_run_has_something_to_do(numbers: tuple[int, int]) -> None:
     with pytest.raises(UsageError):
         Workload(*numbers)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "n_nodes", "expected"),
+    [
+        ("star", 1, 0), ("star", 2, 2 * (1000 + 21)), ("star", 5, 2 * (1000 + 4 * 21)),
+        ("exchange", 2, 1000 + 22), ("exchange", 5, 1000 + 4 * 22), ("ring", 5, 2 * 4 * (1000 + 4 + 2)),
+        ("tree", 4, 2 * (2 * 1000 + 2 * 21)), ("tree", 5, 2 * (2 * 1000 + 3 * 21)),
+    ],
+)  # fmt: skip
+def test_a_sum_takes_its_hops_and_what_the_busiest_node_sends(algorithm: str, n_nodes: int, expected: float) -> None:
+    """A hop takes 1000 s, the whole of the bytes 20 s, and a message 1 s of either end."""
+    assert seconds(algorithm, n_nodes, 200, LinkSpeed(1000.0, 10.0, 1.0)) == pytest.approx(expected)

@@ -13,7 +13,7 @@ from mdi.placement.cost import CostModel
 from mdi.placement.methods import place
 from mdi.placement.model import Workload
 from mdi.placement.profile import LinkProfile
-from mdi.placement.search import SEARCH_S, best_rings, fastest, good_ring, ring_of
+from mdi.placement.search import SEARCH_S, best_rings, fastest, fastest_of, good_ring, ring_of, spread
 
 
 def random_cluster(n_nodes: int, seed: int, link_share: float = 0.0) -> CostModel:
@@ -55,6 +55,23 @@ def test_the_guess_finds_a_placement_where_one_is_found(cost: CostModel) -> None
     if guess is not None:
         assert exact is not None and fits(cost, guess.order, guess.counts)
         assert exact.round_s <= guess.round_s * (1 + 1e-8)
+
+
+def test_the_likely_rings_are_of_the_fastest_of_the_largest_and_of_a_good_ring() -> None:
+    """Nine blocks: fast nodes have room for two, others for four, and slow ones for all; one has no room for any."""
+    kinds = [(1, 130)] + [(4, 80)] * 3 + [(1, 105)] * 3 + [(0.1, 1000)] * 3 + [(10, 65)]
+    nodes = [node(f"n{i}", speed, memory_mb) for i, (speed, memory_mb) in enumerate(kinds)]
+    cost = CostModel(cluster(*nodes), model(9), Workload(8, 100))
+    terms = cost.terms(5)
+    assert [terms.most_blocks(i) for i in range(11)] == [2, 2, 2, 2, 4, 4, 4, 9, 9, 9, 0]
+    near = spread(cost, ring_of(cost, (0, 4, 1, 5, 6), terms.n_rows))
+    for n_used, good, order in (
+        (4, None, (0, 7, 8, 9)), (5, None, (0, 1, 2, 3, 4)), (4, near, (0, 1, 4, 5)), (10, None, tuple(range(10))),
+    ):  # fmt: skip
+        found = fastest_of(cost, n_used, float("inf"), good)
+        assert found is not None and found.order == order
+        assert fastest_of(cost, n_used, found.round_s, good) is None
+    assert fastest_of(cost, 1, float("inf"), near) is None
 
 
 @pytest.mark.parametrize("n_sequences", [1, 64])

@@ -325,12 +325,12 @@ def _pace(
     path = sum(stages) + sum(ways)
     stage, link = max(stages), max(busy, default=0.0)
     round_s = max(n_frames * stage, n_frames * link, path)
-    if n_frames > 1 and round_s == n_frames * stage:
+    if round_s == n_frames * stage:  # as ever without links: a way round takes longer than a stage of it
         limit, slowest = "stage", stages.index(stage)
-    elif n_frames > 1 and round_s == n_frames * link:
+    elif round_s == n_frames * link:
         limit, slowest = "link", busy.index(link)
     else:
-        limit, slowest = ("round trip" if ways else "stage"), stages.index(stage)
+        limit, slowest = "round trip", stages.index(stage)
     tokens_s = n_sequences / round_s if round_s else float("inf")
     return Prediction(n_rows, n_frames, stages, ways, busy, round_s, tokens_s, limit, slowest)
 

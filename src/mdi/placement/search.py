@@ -118,7 +118,7 @@ class _Alike(_Fill):
         caps = []
         for k, (base, unit, most) in enumerate(zip(self._base, self._unit, self._most, strict=True)):
             free = stage_s - base
-            if free < -1e-15 or most < (k > 0):
+            if free < -1e-15 or most < 0:
                 return None
             cap = most if free == _INF else min(most, int(free / unit * (1 + 1e-12)))
             if k and cap < 1:

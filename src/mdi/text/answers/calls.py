@@ -238,7 +238,7 @@ class Calls:
         at = self._value.end_in(self._text, self._at)
         to = len(self._text) if at < 0 else at
         if self._arguments is not None:
-            end = self._arguments.end_in(self._text if at < 0 else self._text[:at], self._at)
+            end = self._arguments.end_in(self._text[:to], self._at)
             self._pieces.append(self._text[self._at : to if end < 0 else end])
             self._events.append(CallPiece(self._pieces[-1]))
             self._arguments = None if end >= 0 else self._arguments

@@ -63,8 +63,8 @@ class Thoughts:
                 return True
             if self._begin.startswith(rest):
                 return False
-        if self._at < len(self._text):
-            self._events.append(Text(self._text[self._at :]))
+        if said := self._text[self._at :]:
+            self._events.append(Text(said))
             self._at, self._has_said = len(self._text), True
         return False
 
