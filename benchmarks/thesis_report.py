@@ -201,13 +201,13 @@ def time_figure(models: Sequence[Model], runs: dict[str, Any], title: str) -> An
         draw_thesis(axes, model, compared_tokens(runs, model))
         axes.set_title(model.title, loc="left", fontsize=10)
         axes.set(xlabel="tokens", ylabel="time (s)")
-        axes.legend(loc="lower right", fontsize=8, frameon=False)
         inset = axes.inset_axes((0.12, 0.58, 0.36, 0.36))
         draw_curves(inset, model, runs, DETAIL_TOKENS)
         inset.tick_params(labelsize=6)
         inset.set_title("at the origin", fontsize=7, pad=2)
     for axes in list(grid.flat)[len(models) :]:
         axes.axis("off")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
