@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import struct
 import subprocess
@@ -75,13 +76,12 @@ def test_a_goodbye_in_the_name_of_a_node_does_not_hide_it(tmp_path: Path, monkey
     with contextlib.ExitStack() as stack:
         stranger, browser = stack.enter_context(stranger_at(addr)), Browser(keys, [addr])
         stack.callback(browser.close)
-        first, second = (
-            Announcer(Announcement.of(name, addr, 8088, 5088, name * 4, keys.first), [addr])
-            for name in ("aaaa", "bbbb")
-        )
+        process = secrets.token_hex(8)  # another test may be in the same network
+        first = Announcer(Announcement.of("aaaa", addr, 8088, 5088, process, keys.first), [addr])
         stack.callback(first.close)
+        second = Announcer(Announcement.of("bbbb", addr, 8088, 5088, secrets.token_hex(8), keys.first), [addr])
         until(lambda: len(browser.nodes()) == 2)
-        stranger.sendto(nameless([b"aaaa" * 4], ttl_s=0), ("224.0.0.251", 5353))
+        stranger.sendto(nameless([process.encode()], ttl_s=0), ("224.0.0.251", 5353))
         closing = threading.Thread(target=second.close)  # its goodbye is the later one
         closing.start()
         stack.callback(closing.join)
@@ -96,13 +96,42 @@ def test_a_goodbye_in_the_name_of_a_node_does_not_hide_it(tmp_path: Path, monkey
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="multicast on loopback is Linux's")
+def test_a_stranger_with_its_name_does_not_keep_a_node_away(tmp_path: Path) -> None:
+    keys, addr, process, is_over = key_file(tmp_path / "own.key"), "127.0.0.1", secrets.token_hex(8), threading.Event()
+    with stranger_at(addr) as stranger:
+
+        def claim() -> None:
+            while not is_over.wait(0.02):
+                stranger.sendto(nameless([process.encode()]), ("224.0.0.251", 5353))
+
+        claiming = threading.Thread(target=claim)
+        claiming.start()
+        try:
+            Announcer(Announcement.of("node", addr, 8088, 5088, process, keys.first), [addr]).close()
+        finally:
+            is_over.set()
+            claiming.join()
+
+
+def test_what_fails_while_it_is_announced_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(mdns.Zeroconf, "register_service", fail)
+    made = Announcement.of("node", "127.0.0.1", 8088, 5088, secrets.token_hex(8), key_file(tmp_path / "own.key").first)
+    with pytest.raises(OSError, match="no network"):
+        Announcer(made, ["127.0.0.1"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="multicast on loopback is Linux's")
 def test_names_without_an_address_do_not_hide_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mdns, "GONE_S", 0.1)
     keys, addr = key_file(tmp_path / "cluster.key"), "127.0.0.1"
     with stranger_at(addr) as stranger:
         browser = Browser(keys, [addr])
         try:
-            first = Announcer(Announcement.of("first", addr, 8088, 5088, "aaaa" * 4, keys.first), [addr])
+            first = Announcer(Announcement.of("first", addr, 8088, 5088, secrets.token_hex(8), keys.first), [addr])
             try:
                 until(lambda: [node.name for node in browser.nodes()] == ["first"])
                 for i in range(0, N_RESOLVED + 40, 20):
@@ -110,7 +139,7 @@ def test_names_without_an_address_do_not_hide_a_node(tmp_path: Path, monkeypatch
             finally:
                 first.close()
             until(lambda: not browser.nodes())  # the strangers' packets came before its last one
-            second = Announcer(Announcement.of("second", addr, 8088, 5088, "bbbb" * 4, keys.first), [addr])
+            second = Announcer(Announcement.of("second", addr, 8088, 5088, secrets.token_hex(8), keys.first), [addr])
             try:
                 until(lambda: [node.name for node in browser.nodes()] == ["second"])
             finally:

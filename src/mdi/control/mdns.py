@@ -57,7 +57,12 @@ class Announcer:
             properties=announcement.fields(),
             server=f"mdi-{announcement.process}.local.",
         )
-        self._zeroconf.register_service(self._info)
+        # Nobody is asked whether the name is free: it has 64 random bits, so whoever has it, too, wants to keep the node away.
+        try:
+            self._zeroconf.register_service(self._info, cooperating_responders=True)
+        except BaseException:
+            self._zeroconf.close()
+            raise
 
     def close(self) -> None:
         self._zeroconf.close()
