@@ -325,7 +325,7 @@ def _pace(
     path = sum(stages) + sum(ways)
     stage, link = max(stages), max(busy, default=0.0)
     round_s = max(n_frames * stage, n_frames * link, path)
-    if round_s == n_frames * stage:  # as ever without links: a way round takes longer than a stage of it
+    if round_s == n_frames * stage:  # with links, one text takes longer for the whole round than for a stage
         limit, slowest = "stage", stages.index(stage)
     elif round_s == n_frames * link:
         limit, slowest = "link", busy.index(link)
