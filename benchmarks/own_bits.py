@@ -3,7 +3,7 @@
 
     own_bits.py --types                                           blocks of the 1.1 B shape, with random weights
     own_bits.py --types --formats int8 int4 bf16 float32 --rows 1 16 64     with what MDI_KERNELS names
-    own_bits.py --file Q4_K_M.gguf --peers-python PYTHON          a file, also by llama.cpp (LLAMA_CPP_LIB_PATH is its library)
+    own_bits.py --file Q4_K_M.gguf --peers-python PYTHON          files, also by llama.cpp (LLAMA_CPP_LIB_PATH is its library)
     own_bits.py --published                                       the models that `make real` has fetched, beside int4
 
 All cases take turns in each round, and ratios are formed within a round. --types: the bytes read per second of one row, as a
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--types", action="store_true")
     parser.add_argument("--formats", nargs="+", default=[*dict.fromkeys(BESIDE.values()), *BESIDE], metavar="FORMAT")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, ROWS], metavar="N")
-    parser.add_argument("--file", type=Path)
+    parser.add_argument("--file", type=Path, nargs="+", default=[])
     parser.add_argument("--published", action="store_true")
     parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=5)
@@ -131,7 +131,7 @@ def main() -> None:
     args = parser.parse_args()
     python = args.peers_python
     found: dict[str, Rounds] = {"types": of_types(args.formats, args.rows, args.rounds)} if args.types else {}
-    files = [(args.file, "llama.cpp", CASES)] if args.file else []
+    files = [(file, "llama.cpp", CASES) for file in args.file]
     if args.published:
         files += [(path_of(f"models/{name}.gguf"), "int4", {"one text": CASES["one text"]}) for name in MODELS]
     with tempfile.TemporaryDirectory() as folder:

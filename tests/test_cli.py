@@ -223,7 +223,7 @@ def test_somebody_else_at_the_port(
 
 def test_no_checkpoint(failure: Failure, tmp_path: Path) -> None:
     told = failure("sample", "--ckpt", tmp_path / "org" / "model", status=2)
-    assert str(tmp_path / "org" / "model") in told and f"nearest that exists is {tmp_path}" in told
+    assert str(tmp_path / "org" / "model") in told
 
 
 def test_a_wrong_checkpoint_is_told_with_those_that_there_are(
@@ -315,7 +315,7 @@ def test_chunk_that_is_not_there(failure: Failure, tmp_path: Path) -> None:
         nodes_file(tmp_path),
         status=2,
     )
-    assert "model_starter.safetensors" in told and f"nearest that exists is {tmp_path}" in told
+    assert "model_starter.safetensors" in told
 
 
 def test_folder_without_weights(failure: Failure, tmp_path: Path, checkpoint: Path) -> None:
@@ -607,7 +607,7 @@ def test_secondary_with_files_that_are_not_there(failure: Failure, tmp_path: Pat
     path = nodes_file(tmp_path)
     for flag, name in (("--chunk", "model_secondary0.safetensors"), ("--ckpt", "model")):
         told = failure("secondary", "--nodes-config", path, "0", flag, tmp_path / "no" / name, status=2)
-        assert name in told and f"nearest that exists is {tmp_path}" in told
+        assert name in told
 
 
 def test_secondary_with_a_chunk_that_counts_from_zero(failure: Failure, tmp_path: Path) -> None:

@@ -263,7 +263,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         read_json(tmp_path / "no" / "such.json")
     assert "no/such.json" in str(caught.value)
-    assert f"nearest that exists is {tmp_path})" in str(caught.value)
     with pytest.raises(UsageError):
         read_json(tmp_path)
     (tmp_path / "latin.json").write_bytes(b'{"addr": "\xe9"}')

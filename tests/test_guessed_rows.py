@@ -89,6 +89,16 @@ def test_guesses_neither_put_out_a_text_nor_drop_kept_caches() -> None:
     assert scheduler.n_running == 2 and not scheduler.n_preempted and not freed and not scheduler.n_guessed
 
 
+@pytest.mark.parametrize(("n_pages", "n_guessed"), [(6, 0), (7, 1), (8, 2)])
+def test_texts_can_still_grow_by_two_pages_beside_guesses(n_pages: int, n_guessed: int) -> None:
+    """Two texts of a page each need six pages for that; a guess takes the first row of another one."""
+    texts = [text(1, PAGE - 2), text(2, PAGE - 1)]
+    scheduler = scheduler_of(1, 1, (1, 4), texts, memory_of(n_pages, None))
+    assert [len(one.ids) for one in texts] == [PAGE] * 2
+    (plan,) = plans_of(scheduler)
+    assert sum(part.n_guessed > 0 for part in plan.slices) == n_guessed
+
+
 # Frames
 
 
@@ -225,6 +235,9 @@ def test_a_guesser_learns_how_many_were_right(drawn: list[int], judged: tuple[in
     (plan,) = plans_of(scheduler)
     scheduler.update(plan.number, {0: drawn})
     assert asked.judged == [judged] and (scheduler.n_guessed, scheduler.n_confirmed) == (3, judged[0])
+    assert [plan.slices[0].start for plan in plans_of(scheduler) if plan.slices] == (
+        [] if one.finish_reason else [len(one.ids) - 1]
+    )
 
 
 def test_a_guess_that_ends_the_text_was_right() -> None:

@@ -305,6 +305,26 @@ def test_a_text_is_looked_for_filled_computed_and_kept() -> None:
             scheduler.answered(plan.number, plan.task)
 
 
+def test_texts_that_wait_for_nodes_do_not_count_as_decoding() -> None:
+    """Prompt rows are few beside a text that decodes, and as many as fit beside texts whose files are looked for."""
+    for n_decoding, n_asking, n_rows in ((0, 2, 64), (1, 2, 10), (2, 1, 6)):
+        scheduler = Scheduler(2, chunk_rows=64)
+        scheduler.ring_prefixes = Ring()
+        scheduler.rewind(2, CacheMemory((NodeCaches("starter", 1 << 40, (PageClass(None, 1),)),)))
+        scheduler.doubling_rows = 10.0
+        params = SamplingParams(n_tokens=50)
+        for seq_id in range(n_decoding):
+            scheduler.submit(Sequence(seq_id, (seq_id,), params, 1000))
+            plan = scheduler.schedule()
+            assert plan is not None
+            scheduler.update(plan.number, {part.seq_id: [5] for part in plan.slices})
+        for seq_id in range(5, 5 + n_asking):
+            scheduler.submit(Sequence(seq_id, (seq_id,) * (5 * PAGE), params, 10_000, owner="a"))
+        scheduler.submit(Sequence(9, (9,) * 100, params, 1000))
+        plans = list(iter(scheduler.schedule, None))
+        assert [part.n_rows for plan in plans for part in plan.slices if part.seq_id == 9][:1] == [n_rows]
+
+
 def test_what_is_in_front_of_damaged_files_is_looked_for_again() -> None:
     scheduler, plan = asking()
     for kind, n_pages, stop, ends in ((FIND, 5, 0, "1e"), (FILL, 5, 4, "8"), (FILLED, 5, 4, "8"), (FIND, 3, 0, "6")):

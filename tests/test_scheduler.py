@@ -350,15 +350,17 @@ def test_a_suspected_text_that_was_cancelled_holds_up_nobody() -> None:
     assert not scheduler.is_isolating
 
 
-@pytest.mark.parametrize(("n_kept", "replayed"), [(3, True), (2, False), (0, False)])
-def test_a_text_is_replayed_only_if_all_its_rows_were_kept(n_kept: int, replayed: bool) -> None:
+@pytest.mark.parametrize(
+    ("n_prompt", "n_kept", "replayed"), [(3, 3, True), (3, 2, False), (3, 0, False), (1, 1, True), (1, 0, False)]
+)
+def test_a_text_is_replayed_only_if_all_its_rows_were_kept(n_prompt: int, n_kept: int, replayed: bool) -> None:
     scheduler = Scheduler(1)
-    scheduler.submit(sequence(1, n_prompt=3))
+    scheduler.submit(sequence(1, n_prompt))
     scheduler.update(next_plan(scheduler).number, {1: [5]})
     assert scheduler.resume(1, None, {1: n_kept}) == []
     plan = next_plan(scheduler)
     assert plan.is_replay == replayed
-    assert rows_of(plan) == ([(1, 0, 3, 0)] if replayed else [(1, 0, 4, 1)])
+    assert rows_of(plan) == ([(1, 0, n_prompt, 0)] if replayed else [(1, 0, n_prompt + 1, 1)])
 
 
 def test_a_row_that_was_lost_in_flight_is_sent_again_after_the_replay() -> None:

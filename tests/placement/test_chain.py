@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +41,12 @@ def test_a_chain_has_each_block_once_on_a_node_that_holds_it(
     assert len({part.name for part in chain}) == len(chain) and all(part.start < part.stop for part in chain)
     by_name = {h.name: h for h in nodes}
     assert all(by_name[p.name].start <= p.start and p.stop <= by_name[p.name].stop for p in chain)
+
+
+@pytest.mark.parametrize(("delay_s", "expected_s"), [(0.0, 10.0), (3.0, 10.0), (3.5, 10.5)])
+def test_a_round_takes_the_slowest_stage_for_each_frame_or_the_whole_way(delay_s: float, expected_s: float) -> None:
+    nodes = {"a": Holder("a", 0, 4, 1.0, delay_s), "b": Holder("b", 2, 4, 5.0)}
+    assert round_s((Part("a", 0, 2), Part("b", 2, 3)), nodes) == expected_s
 
 
 def test_chains_come_near_the_best_of_all() -> None:
