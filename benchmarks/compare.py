@@ -23,6 +23,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from pathlib import Path
@@ -42,6 +43,7 @@ from side_by_side.tables import PROCESSORS, all_medians, fill, overview, scenari
 
 DOCUMENT = on_path.ROOT / "benchmarks" / "RESULTS.md"
 FIGURE = on_path.ROOT / "assets" / "speed.svg"
+WIDTH = 150  # of lines of text
 
 
 def run_one(scenario: Scenario, args: argparse.Namespace, setup: Setup, budget_s: float) -> None:
@@ -132,10 +134,11 @@ def results_in(folder: Path) -> list[dict[str, Any]]:
 
 def conditions(results: list[dict[str, Any]]) -> str:
     """On what and when it was measured; where scenarios differ in it, all that there was."""
-    found = {}
+    found: dict[str, set[str]] = {}
     for result in results:
-        found[f"{result['machine']}, shape {result['shape']}, {result['date'][:10]}"] = None
-    return "Measured on: " + "; ".join(found) + "."
+        found.setdefault(f"{result['machine']}, shape {result['shape']}", set()).add(result["date"][:10])
+    said = "; ".join(f"{where}, {', '.join(sorted(days))}" for where, days in found.items())
+    return textwrap.fill(f"Measured on: {said}.", WIDTH)
 
 
 def folders(text: str) -> dict[str, Path]:

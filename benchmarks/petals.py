@@ -6,7 +6,7 @@ as long as in the paper: each node waits until its share of the time of BLOOM's 
 paper's local pipeline (one device after the other, no links): a + b a row, and c a position of a text that decodes. Its blocks
 themselves are small, and real. Rows have a sixteenth of BLOOM's width, and links a sixteenth of the paper's rate.
 
-Of 64 x 128 half is sent, by several clients together, but eight texts each at least: rates are the same.
+For 64 x 128 one client sends 32 texts, and several share them, with eight each at least: rates are the same.
 
 Offloading is one device that has all blocks in a window of a tenth: reading all of them takes as long as in its appendix B.
 

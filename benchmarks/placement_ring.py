@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Placements against measurement: a ring of nodes with different CPU quotas, and every split that it can have.
+"""Placements against measurement: a ring of nodes with different CPU quotas, placed by GMA, OPA and ours.
 
 Each node is a process in a control group of its own, with a quota of a part of one core (Linux, root). All nodes measure
-themselves under their quotas, as they do before a run; from these profiles the placements are computed. Then the ring runs with
-each of them in turns: GMA, OPA and ours, where each node's memory holds half of the blocks. Rates are of decoding, from each
-sample's first token on.
+themselves under their quotas, as they do before a run; from these profiles the placements are computed, where each node's
+memory holds half of the blocks. Then the ring runs with each of them in turns. Rates are of decoding, from each sample's first
+token on.
 
     placement_ring.py --clients 1,2,4
     placement_ring.py --quotas 0.25,0.5,0.75,1 --profile-only       a block's time over fractions of a core

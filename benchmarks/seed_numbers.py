@@ -64,8 +64,10 @@ def ways() -> dict[str, Way]:
     def zipped(way: Way) -> Way:
         return (lambda x: zlib.compress(way[0](x), 1)), lambda b, shape: way[1](zlib.decompress(b), shape)
 
+    half, eight = of(RowFloat16()), of(BlockInt8())
     return {"float32": plain, "float32, zlib": zipped(plain), "float32, byte planes, zlib": zipped(in_planes),
-            "16 bits (`fp16`)": of(RowFloat16()), "8 bits (`int8`)": of(BlockInt8())}  # fmt: skip
+            "16 bits (`fp16`)": half, "16 bits, zlib": zipped(half),
+            "8 bits (`int8`)": eight, "8 bits, zlib": zipped(eight)}  # fmt: skip
 
 
 def compression(rows: np.ndarray) -> Iterator[dict[str, Any]]:

@@ -32,7 +32,7 @@ GIB = 1 << 30  # what the paper calls GB: 257 of them are its 68,976,648,192 wei
 UNITS = (2, 4)
 MEMORY_S, DISK_S = 193e6 / 28e-3, 193e6 / 48e-3  # bytes per second
 LINK = LinkSpeed(1e-3, 300e6 / 8)
-PROMPT, LENGTH, PROCESS_BYTES = 16, 128, 75_000_000
+PROMPT, LENGTH, PROCESS_BYTES = 16, 128, 82_000_000
 YI_34B = {"name": "Yi-34B", "n_layer": 60, "n_embd": 7168, "n_head": 56, "n_query_groups": 8, "head_size": 128,
           "intermediate_size": 20480, "padded_vocab_size": 64000, "vocab_size": 64000, "bias": False,
           "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "rotary_percentage": 1.0,

@@ -62,11 +62,13 @@ def typed(hub: HubServer, spawn: Spawn, tmp_path: Path) -> Typed:
     (src / "llama2").mkdir()
     shutil.copy(src / "secondary.py", src / "llama2")
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    env = {"HF_ENDPOINT": hub.endpoint, "MDI_STORE": str(tmp_path / "store"), "PATH": path, "PYTHONPATH": str(src)}
+    env = {"HF_ENDPOINT": hub.endpoint, "MDI_STORE": str(tmp_path / "store"), "PATH": path}
 
     def start(command: str) -> Process:
         words = shlex.split(command)
-        return spawn(Path(words[0]).stem, *words[1:], command=words[:1], env=env, cwd=src.parent)
+        # Launchers find the package beside them.
+        own = {"PYTHONPATH": "" if Path(words[0]).parent == Path("src") else str(src)}
+        return spawn(Path(words[0]).stem, *words[1:], command=words[:1], env=env | own, cwd=src.parent)
 
     return start
 

@@ -1,7 +1,8 @@
 """Table 3 of "Leftovers for LLaMA" (Singh et al., ICPE 2024) and what was fitted to it.
 
-The paper prints clusters, chosen servers and block counts, but neither the size of a block nor the overhead of its
-framework. Fitted here, per model: GB of a block, and GB of overhead beside the attention cache, which is the paper's formula
+The paper prints clusters, chosen servers and block counts, but not the size of a block. Of the overhead of its framework its
+table 1 has three formulas, none of which fits table 3 in any unit, and the name of a decision tree that is not printed. Fitted
+here, per model: GB of a block, and GB of overhead beside the attention cache, which is the paper's formula
 (section 4.3: twice the hidden size, times 4096, times 4 bytes). Two rows cannot come out with any two constants; for their
 models a second fit has an overhead that grows in steps with the number of blocks, as the paper's decision tree may.
 """

@@ -13,6 +13,12 @@ import pytest
 
 from conftest import KEYS, NANO, Server
 from mdi.cli import launch
+from mdi.engine.cohort import Beams
+from mdi.engine.sequence import SamplingParams
+from mdi.run.nodes import GivenNodes
+from mdi.run.run import Run
+from mdi.spec.cluster import standalone
+from mdi.spec.options import StarterOptions
 from waiting import until
 
 SAMPLED = {"seed": 5, "temperature": 0.9, "extra_body": {"top_k": 50}}
@@ -159,6 +165,23 @@ def test_the_best_texts_are_those_of_the_command(client: openai.OpenAI, capsys: 
     assert "stop" in {choice.finish_reason for choice in stopped.choices}
     with pytest.raises(openai.BadRequestError):
         complete(client, **{**fields, "best_of": 30})
+
+
+def test_groups_of_beams_are_those_of_the_request(client: openai.OpenAI) -> None:
+    """Their number and what a token costs: each with another value finds other texts."""
+    cases = [Beams(4), Beams(4, n_groups=2, diversity_penalty=0.5), Beams(4, n_groups=2, diversity_penalty=5.0),
+             Beams(4, n_groups=4, diversity_penalty=0.5)]  # fmt: skip
+    options = StarterOptions(ckpt=NANO, prompt_style="none", device="cpu", quantize="auto")
+    with Run(GivenNodes(standalone()), options, 60, n_texts=4 * len(cases)) as run:
+        ids, params = run.model.codec.encode_prompt(PROMPT), SamplingParams(20)
+        searched = [run.submit_beams(PROMPT, ids, params, beams, on_texts=[None] * 4) for beams in cases]
+        run.read()
+        wanted = [[sample.text for sample in best] for best in searched]
+    assert len(set(map(str, wanted))) == len(cases)
+    for beams, texts in zip(cases, wanted, strict=True):
+        groups = {"num_beam_groups": beams.n_groups, "diversity_penalty": beams.diversity_penalty}
+        answer = complete(client, n=4, max_tokens=20, extra_body={"use_beam_search": True, **groups})
+        assert [choice.text for choice in answer.choices] == texts, beams
 
 
 def test_a_stop_string_is_cut_off(client: openai.OpenAI, expected: list[str]) -> None:
