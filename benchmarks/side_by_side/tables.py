@@ -22,44 +22,32 @@ PROCESSORS = {  # by instruction set: for which processors a row of it stands
     "avx2vnni": "AVX2 with VNNI: Alder Lake to Arrow Lake",
     "avx512": "AVX-512: Zen 4, Zen 5, Ice Lake and later servers",
 }
-# Scenario of instruction sets -> what it is, the number that its table has, and what a Zen 3 measured with AVX2: weights -> the
-# ring, llama.cpp.
-SETS: dict[str, tuple[str, str, dict[str, tuple[float, float]]]] = {
-    "sets-one": ("one text", "decode_tokens_per_s", {"int8": (10.1, 9.6), "int4": (21.1, 16.1), "bf16": (8.6, 5.6)}),
-    "sets-sixteen": (
-        "16 texts", "decode_tokens_per_s", {"int8": (46.1, 41.9), "int4": (69.0, 55.3), "bf16": (54.7, 40.1)},
-    ),
-    "sets-prompt": (
-        "a prompt of 512", "prefill_tokens_per_s", {"int8": (30.6, 26.1), "int4": (41.6, 30.7), "bf16": (35.3, 23.7)},
-    ),
-}  # fmt: skip
-OLDER = "a Zen 3, 2026-11-22: ring, llama.cpp"
+# Scenario of instruction sets -> what it is, and the number that its table has.
+SETS = {
+    "sets-one": ("one text", "decode_tokens_per_s"),
+    "sets-sixteen": ("16 texts", "decode_tokens_per_s"),
+    "sets-prompt": ("a prompt of 512", "prefill_tokens_per_s"),
+}
 
 
 def sets_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Tokens per second of the ring and llama.cpp by instruction set, from the results of SETS; others are left out.
-
-    What was not measured is left out, but where older figures stand: beside AVX2, the set that they were measured with.
-    """
+    """Tokens per second of the ring and llama.cpp by instruction set, from the results of SETS; what is missing is left out."""
     by_name = {result["name"]: result for result in results}
     rows = []
-    for name, (what, metric, older) in SETS.items():
+    for name, (what, metric) in SETS.items():
         result = by_name.get(name, {"medians": {}, "checks": [], "settings": {}})
-        for fmt, was in older.items():
+        for fmt, other in LLAMA.items():
             for instructions, processors in PROCESSORS.items():
-                ring, llama = (
-                    _rate_of_set(result, prefix, instructions, metric) for prefix in (f"ring {fmt} ", _LLAMA[fmt])
-                )
-                if ring is None and llama is None and instructions != "avx2":
+                ring, llama = (_rate_of_set(result, prefix, instructions, metric) for prefix in (f"ring {fmt} ", other))
+                if ring is None and llama is None:
                     continue
                 ratio = next((_measured(c) for c in result["checks"]
                               if c["what"].startswith(f"{fmt}, {instructions} ")), "")  # fmt: skip
-                rows.append([what, fmt, processors, _number(ring, metric), _number(llama, metric), ratio,
-                             f"{was[0]}, {was[1]}" if instructions == "avx2" else ""])  # fmt: skip
-    return markdown(["tokens/s", "weights", "instruction set", "ring", "llama.cpp", "ratio", OLDER], rows)
+                rows.append([what, fmt, processors, _number(ring, metric), _number(llama, metric), ratio])
+    return markdown(["tokens/s", "weights", "instruction set", "ring", "llama.cpp", "ratio"], rows)
 
 
-_LLAMA = {"int8": "llama.cpp q8_0 ", "int4": "llama.cpp q4_0 ", "bf16": "llama.cpp bf16 "}
+LLAMA = {"int8": "llama.cpp q8_0 ", "int4": "llama.cpp q4_0 ", "bf16": "llama.cpp bf16 "}
 
 
 def _rate_of_set(result: Mapping[str, Any], prefix: str, instructions: str, metric: str) -> float | None:

@@ -17,7 +17,7 @@ from side_by_side.memory import cache_bytes
 from side_by_side.scenario import Check, Run, Scenario, SystemSpec
 from side_by_side.scenarios import PER_SET, SCENARIOS
 from side_by_side.setup import LLAMA_CACHE_OF, Setup
-from side_by_side.tables import PROCESSORS, SETS
+from side_by_side.tables import LLAMA, PROCESSORS
 from side_by_side.workers import Worker, WorkerError
 
 
@@ -63,7 +63,7 @@ def test_deep_texts_have_a_checkpoint_that_holds_them():
 @pytest.mark.parametrize("name", PER_SET)
 def test_each_instruction_set_is_forced_on_both_sides(name):
     scenario = PER_SET[name](setup())
-    wanted = {fmt: set(PROCESSORS) for fmt in SETS[name][2]}
+    wanted = {fmt: set(PROCESSORS) for fmt in LLAMA}
     for kind, variable in (("ring", "MDI_KERNELS"), ("llama.cpp", "LLAMA_CPP_LIB_PATH")):
         found = {}
         for spec in scenario.systems:

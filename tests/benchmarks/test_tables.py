@@ -49,16 +49,15 @@ def sets_result(name, metric, rates):
             "settings": {label: {"instruction_set": name} for label, (name, _) in labels.items()}}  # fmt: skip
 
 
-def test_instruction_sets_stand_beside_what_a_zen_3_measured():
+def test_what_was_measured_of_instruction_sets_stands_in_a_table():
     one = sets_result("sets-one", "decode_tokens_per_s", {"avx2": (12.5, 11.0), "avx2vnni": (13.5, 12.0)})
     prompt = sets_result("sets-prompt", "prefill_tokens_per_s", {"avx512": (208.0, 114.0)})
-    lines = sets_table([one, prompt, RESULT]).splitlines()
-    assert len(lines) == 2 + 3 * 3 + 2  # and two sets were measured besides AVX2
     ratio = "1.50x [1.40x .. 1.62x]"
-    assert f"| one text | int8 | {PROCESSORS['avx2']} | 12.5 | 11.0 | {ratio} | 10.1, 9.6 |" in lines
-    assert f"| one text | int8 | {PROCESSORS['avx2vnni']} | 13.5 | 12.0 | {ratio} |  |" in lines
-    assert f"| a prompt of 512 | int8 | {PROCESSORS['avx512']} | 208.0 | 114.0 | {ratio} |  |" in lines
-    assert f"| 16 texts | bf16 | {PROCESSORS['avx2']} |  |  |  | 54.7, 40.1 |" in lines
+    assert sets_table([one, prompt, RESULT]).splitlines()[2:] == [
+        f"| one text | int8 | {PROCESSORS['avx2']} | 12.5 | 11.0 | {ratio} |",
+        f"| one text | int8 | {PROCESSORS['avx2vnni']} | 13.5 | 12.0 | {ratio} |",
+        f"| a prompt of 512 | int8 | {PROCESSORS['avx512']} | 208.0 | 114.0 | {ratio} |",
+    ]
 
 
 def test_what_was_not_measured_says_why():
