@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,9 +48,28 @@ def test_plans_that_documents_show(
     capsys: pytest.CaptureFixture[str], profiles: str, flags: list[str], tokens_s: int
 ) -> None:
     """docs/usage.md; the others have commands that make them."""
-    asked = ["--config", "tiny-llama-1.1b", "--n-samples", "24", "--sequence-length", "512", "--json"]
+    asked = ["TinyLlama/TinyLlama-1.1B-Chat-v1.0", "--n-samples", "24", "--sequence-length", "512", "--json"]
     assert launch("plan", ["--profiles", profiles, *asked, *flags]) == 0
     assert round(json.loads(capsys.readouterr().out)["tokens_per_s"]) == tokens_s
+
+
+def test_plans_of_documents_need_neither_litgpt_nor_torch(profiles: str, tmp_path: Path) -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (SRC.parent / "docs").glob("*.md")]
+    shown = [
+        line for text in texts for line in re.findall(r"^mdi plan (.*--profiles cluster\.json.*)$", text, re.MULTILINE)
+    ]
+    assert len(shown) > 3
+    code = without(("torch", "litgpt", "lightning", "transformers", "safetensors")) + (
+        "import shlex\nfrom mdi.cli import launch\n"
+        "for line in sys.argv[1:]:\n    assert launch('plan', shlex.split(line)) == 0\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(SRC), "MDI_STORE": str(tmp_path / "store"), "HF_HUB_OFFLINE": "1"}
+    words = [sys.executable, "-c", code, *shown]
+    done = subprocess.run(words, cwd=Path(profiles).parent, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("TinyLlama-1.1B-Chat-v1.0 in ") == sum(
+        "TinyLlama" in line and "--json" not in line for line in shown
+    )
 
 
 def test_the_first_token_of_a_prompt_and_windows(capsys: pytest.CaptureFixture[str], profiles: str) -> None:

@@ -171,8 +171,31 @@ def test_models_are_as_large_as_their_makers_say(name: str) -> None:
         assert 4.25 < 8 * shape.weight_bytes / n_all < 4.75  # bits: nearly all are in experts
 
 
+# Those that litgpt has as well, by its names.
+BOTH = {
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "tiny-llama-1.1b-chat",
+    **{f"meta-llama/{one}": one for one in ("Llama-2-7b-hf", "Llama-3.1-8B", "Llama-3.1-70B")},
+    **{f"Qwen/{one}": one for one in ("Qwen2.5-3B", "Qwen2.5-32B")},
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_published_model_of_litgpts_table_is_the_same_one(name: str) -> None:
+    found = published_config(name)
+    assert found is not None and found == published_config(name.partition("/")[2])
+    expected = ModelConfig.from_litgpt(Config.from_name(BOTH[name]))
+    named = (
+        "name",
+        "hf_config",
+        "padding_multiple",
+        "vocab_size",
+    )  # what is in each: rows of the embedding are compared
+    assert [key for key in vars(expected) if key not in named and vars(found)[key] != vars(expected)[key]] == []
+    assert model_shape(found, "int8").weight_bytes == model_shape(expected, "int8").weight_bytes
+
+
 def test_every_published_model_is_counted_or_refused() -> None:
-    assert set(PUBLISHED) - set(LARGE) == {"facebook/opt-350m"}
+    assert set(PUBLISHED) - set(LARGE) - set(BOTH) == {"facebook/opt-350m"}
     with pytest.raises(CheckpointError, match="word_embed_proj_dim"):
         published_config("opt-350m")
     assert published_config("pythia-14m") is None

@@ -26,10 +26,10 @@ FLAGS += ("--sequence-length", 16)
 
 
 def torchrun(n_processes: int, *argv: object) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n_processes)]
     command += ["--master-addr", "127.0.0.1", "--master-port", "0", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "127.0.0.1:0", str(SRC / "train.py"), *map(str, argv)]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", "--module", "mdi", "train", *map(str, argv)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 

@@ -3,9 +3,9 @@
 The exit status is that of the command; Ctrl-C is passed on to it. Without --output the table is printed when the command ends.
 
 examples:
-  mdi mem-monitor -i 0.5 -o memory.csv --img memory.png -- mdi local-ring --nodes 3 --ckpt checkpoints/org/model
-  mdi mem-monitor --img nodes.png --per-node -- mdi local-ring --nodes 3 --ckpt checkpoints/org/model
-  mdi mem-monitor "mdi sample --ckpt checkpoints/org/model --prompt 'Who are you?'"
+  mdi mem-monitor -i 0.5 -o memory.csv --img memory.png -- mdi local-ring --nodes 3 --ckpt org/model
+  mdi mem-monitor --img nodes.png --per-node -- mdi local-ring --nodes 3 --ckpt org/model
+  mdi mem-monitor "mdi sample --ckpt org/model --prompt 'Who are you?'"
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It reads the files that --plots writes to the logs folder. (Files of --time-run have neither tokens nor node counts.)
 
 examples:
-  mdi plot-tok-time checkpoints/org/model --n-samples 3
+  mdi plot-tok-time org/model --n-samples 3
   mdi plot-tok-time NanoLlama --csv one-node.csv --csv two-nodes.csv --label "1 node" --label "2 nodes" --out figure.png
 """
 
@@ -25,14 +25,19 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--n-samples", type=int, default=3, metavar="N", help="number of samples of the runs to compare (%(default)s)"
     )
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="folder of the runs' files (src/logs, or ./logs)")
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="folder of the runs' files (logs/; in a checkout src/logs/)"
+    )
     parser.add_argument("--csv", type=Path, action="append", metavar="FILE", help="use this file instead; repeatable")
     parser.add_argument("--label", action="append", metavar="TEXT", help="label of each --csv, in the same order")
     parser.add_argument(
         "--detail", type=int, metavar="N", help="first tokens to enlarge; 0: none (a tenth of the shortest run)"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="file of the figure (src/img/time_vs_tokens_<model>.png)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file of the figure (img/time_vs_tokens_<model>.png; in a checkout in src/)",
     )
     parser.options(None, *COMMON)
 

@@ -9,13 +9,13 @@ torch, and compute over the numbers that their packed weights stand for; what is
 lost node was asked is asked again. The result is in PEFT's form, and used with --adapter NAME=DIR.
 
 examples:
-  mdi finetune --ckpt checkpoints/org/model --data texts.jsonl --out mine                     on this machine alone
-  mdi finetune --ckpt checkpoints/org/model --nodes 3 --data texts.jsonl --out mine           a ring of three processes here
-  mdi finetune --ckpt checkpoints/org/model --nodes-config nodes.json --data texts.jsonl --out mine --resume
+  mdi finetune --ckpt org/model --data texts.jsonl --out mine                     on this machine alone
+  mdi finetune --ckpt org/model --nodes 3 --data texts.jsonl --out mine           a ring of three processes here
+  mdi finetune --ckpt org/model --nodes-config nodes.json --data texts.jsonl --out mine --resume
       over the nodes of that file; goes on with what was interrupted
-  mdi finetune --ckpt checkpoints/org/model --nodes 3 --method lora --lora-targets query,value,mlp --data texts.jsonl --out mine
-  mdi finetune --ckpt checkpoints/org/model --head classes --data mails.jsonl --eval others.jsonl --out spam
-  mdi finetune --ckpt checkpoints/org/model --predict new.jsonl --out spam                    prints a label for each text
+  mdi finetune --ckpt org/model --nodes 3 --method lora --lora-targets query,value,mlp --data texts.jsonl --out mine
+  mdi finetune --ckpt org/model --head classes --data mails.jsonl --eval others.jsonl --out spam
+  mdi finetune --ckpt org/model --predict new.jsonl --out spam                    prints a label for each text
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ file, a folder, or the name of a data set on the hub. In files with rows (.jsonl
 
 examples:
   mdi prepare-data shakespeare.txt --out data/shakespeare --vocab-size 2048
-  mdi prepare-data my-texts/ --out data/mine --tokenizer checkpoints/TinyLlama/TinyLlama-1.1B-Chat-v1.0
+  mdi prepare-data my-texts/ --out data/mine --tokenizer ~/models/TinyLlama-1.1B-Chat-v1.0
   mdi prepare-data roneneldan/TinyStories --files "*train.txt" --vocab-size 4096
 """
 

@@ -9,7 +9,7 @@ examples:
   mdi train --config pythia-14m --fit-vocab --ckpt checkpoints/custom/small --dataset data/shakespeare --max-iters 1500
   mdi train --init resume --ckpt checkpoints/custom/small --dataset data/shakespeare --max-iters 3000
   mdi train --init finetune --ckpt org/name --out checkpoints/custom/mine --dataset data/mine --lora-r 8
-  torchrun --nproc-per-node 4 src/train.py --ckpt checkpoints/custom/small --dataset data/shakespeare
+  torchrun --nproc-per-node 4 -m mdi train --ckpt checkpoints/custom/small --dataset data/shakespeare
 """
 
 from __future__ import annotations

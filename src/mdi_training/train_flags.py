@@ -29,7 +29,7 @@ def add_arguments(parser: Parser) -> None:
         "--ckpt",
         default=ckpt,
         metavar="DIR",
-        help="the model's folder; to fine-tune also org/name on the hub (%(default)s)",
+        help="the model's folder; to fine-tune also org/name on the hub (checkpoints/custom/NanoLlama; in a checkout in src/)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for the results (--ckpt; fine-tuning: finetuned/ in it)"

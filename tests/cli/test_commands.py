@@ -71,6 +71,21 @@ def test_help_shows_few_options(
     assert len(shown) <= 26
 
 
+@pytest.mark.parametrize("command", [command for command in COMMANDS if first_of(command)])
+def test_help_explains_an_option_in_few_lines(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    options = re.split(r"^  (?=-)", help_of(command, capsys).split("\n\n", 2)[2], flags=re.MULTILINE)[1:]
+    assert len(options) == len(first_of(command)) + 1
+    assert [text for text in options if len(re.findall(r"^ {4,}\S", text, re.MULTILINE)) > 5] == []
+
+
+def test_a_long_help_is_that_of_all_options(capsys: pytest.CaptureFixture[str]) -> None:
+    brief, whole = (help_of("run", capsys, flag) for flag in ("--help", "--help-all"))
+    assert "--quantize FORMAT" in brief and "perplexity" not in brief and "perplexity" in whole
+
+
 def test_each_command_is_in_one_group() -> None:
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
 

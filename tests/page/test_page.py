@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -19,6 +20,11 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium (apt-get install chromium, or MDI_CHROMIUM)"),
 ]
 TEXT = "document.querySelector('.message.assistant .body')?.textContent ?? ''"
+# Words that can be seen, each with its left, top, right and bottom.
+BOXES = """selector => Array.from(document.querySelectorAll(selector))
+    .filter(word => word.textContent && word.getClientRects().length)
+    .map(word => [word.textContent, word.getBoundingClientRect()])
+    .map(([text, box]) => [text, box.left, box.top, box.right, box.bottom])"""
 MARKDOWN = """# Title ##
 
 Some *soft* and **hard** `code`.
@@ -467,6 +473,39 @@ def test_on_a_phone(browser: Any, address: str, service: FakeService, scheme: st
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, ground[4:-1].split(","))) > 384) == (scheme == "light")
     context.close()
+
+
+@pytest.mark.parametrize("width", [320, 360, 375, 768, 1280])
+def test_words_have_room_at_every_width(browser: Any, address: str, service: FakeService, width: int) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 800})
+    page = context.new_page()
+    page.goto(address)
+    wide = "document.documentElement.scrollWidth"
+    names = ["starter", *(f"secondary{i}" for i in range(5))]
+    for n in (3, 6):  # six is the most that have the delays of links beside them
+        service.ring = snapshot(*(node(name) for name in names[:n]))
+        for tab, picture in (("#tab-chat", ".welcome"), ("#tab-ring", ".shown")):
+            page.click(tab)
+            until(page, f"document.querySelectorAll('{picture} .track').length === {n}")
+            boxes = page.evaluate(BOXES, f"{picture} text")
+            assert {name for name, *_ in boxes} >= set(names[:n]), "these words are looked at"
+            assert not covered(boxes)
+            assert page.evaluate(wide) <= width, "nothing is wider than the screen"
+    page.click("#tab-chat")
+    say(page, service, "hello")
+    service.put("a" * 500 + " `" + "b" * 300 + "`", None)
+    ended(page)
+    assert page.evaluate(wide) <= width
+    context.close()
+
+
+def covered(boxes: list[tuple[str, float, float, float, float]]) -> list[tuple[str, str]]:
+    """Pairs of words of which one lies on the other."""
+    return [
+        (one[0], other[0])
+        for one, other in itertools.combinations(boxes, 2)
+        if max(one[1], other[1]) < min(one[3], other[3]) and max(one[2], other[2]) < min(one[4], other[4])
+    ]
 
 
 def test_an_empty_chat_shows_the_ring_and_examples(page: Any, service: FakeService) -> None:

@@ -117,7 +117,8 @@ def derive_config(hf: Json, name: str, where: Path) -> ModelConfig:
     return full_config({**settings, "name": _safe_name(name, family.name_word)}, str(where))
 
 
-# Models that litgpt's table lacks: name on the hub -> what of config.json says how large they are. A plan needs no more.
+# Models that litgpt's table lacks, and those of the documents' plans, for who has no litgpt: name on the hub -> what of
+# config.json says how large they are. A plan needs no more.
 PUBLISHED: dict[str, Json] = {name: hf for family in FAMILIES.values() for name, hf in family.published.items()}
 
 

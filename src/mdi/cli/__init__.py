@@ -248,7 +248,7 @@ def set_wait_policy() -> None:
 
 def parser_of(module: Any, prog: str | None = None) -> Parser:
     """The parser of a command, a module with add_arguments and, of many options, the FIRST that --help shows."""
-    words = {"ckpt_folder": "models/ in your data folder", "nodes_config": str(default_nodes_config())}
+    words = {"ckpt_folder": "models/ in your data folder"}
     parser = Parser(Options, words, prog=prog, description=module.__doc__)
     parser.add_argument("--version", action="version", version=f"MDI-LLM {mdi.__version__}")
     module.add_arguments(parser)

@@ -99,17 +99,17 @@ class Chat:
 
 
 FIRST = (
-    "--quantize", "--memory", "--sequence-length", "--nodes-config", "--key",
-    "--machines", "--n-tokens", "--temperature", "--adapter", "--verb",
+    "--quantize", "--memory", "--sequence-length", "--n-tokens", "--temperature", "--key", "--machines", "--nodes-config",
+    "--verb",
 )  # fmt: skip
 
 
 def add_arguments(parser: Parser) -> None:
     parser.options("model", *MODEL, quantize={"default": "auto"})
-    ring = {"help": "nodes file: chat over the ring of these nodes"}
-    parser.options(None, "nodes_config", *ACCESS, *DISCOVERY, *RING, "stop_nodes", nodes_config=ring,
-                   stop_nodes={"help": "end the secondaries' processes after the chat"})  # fmt: skip
     parser.options("generation", *DRAWING, n_tokens=500)
+    ring = {"help": "nodes file: chat over the ring of these nodes"}
+    parser.options("several machines", *ACCESS, *DISCOVERY, "nodes_config", *RING, "stop_nodes", nodes_config=ring,
+                   stop_nodes={"help": "end the secondaries' processes after the chat"})  # fmt: skip
     parser.options("output", "trace")
     parser.options(None, *COMMON)
 

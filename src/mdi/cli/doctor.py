@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: Parser) -> None:
     parser.options(
         None, "nodes_config", *ACCESS, "addr", "ckpt", "layers", "deadline", "compared", "json", *COMMON,
-        nodes_config={"help": "nodes file (default: the machines of the key, else {nodes_config} if it is there)"},
+        nodes_config={
+            "help": "nodes file (default: the machines of the key; in a checkout without one "
+            "src/settings_distr/configuration.json if it is there)"
+        },
         ckpt={"help": "also check whether the blocks of this checkpoint fit"},
         layers={"help": "blocks per node, starter first (default: an even split)"},
     )  # fmt: skip

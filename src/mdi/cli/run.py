@@ -2,13 +2,10 @@
 
 examples:
   mdi run Qwen/Qwen3-0.6B "Why is the sky blue?"
-  mdi run TheBloke/TinyLlama-1.1B-Chat-v1.0-GGUF:Q4_K_M       one GGUF file of many; without a text a chat begins
-  mdi run ~/models/tinyllama.Q4_K_M.gguf
-  mdi run --key cluster.key org/name                           over the nodes that have the key
-  mdi run                                                      the model that was used last
+  mdi run Qwen/Qwen3-0.6B --machines 3         a chat on three machines: prints a line for the other two
 
-A model that is not here is downloaded to the store (`mdi list` shows where that is), once, and read as it is. It runs on this
-machine, or on the nodes of --nodes-config or --key.
+A model that is not here is downloaded to the store (`mdi list` shows where that is), once, and read as it is. Without NAME it
+is the model that was used last.
 """
 
 from __future__ import annotations
@@ -18,17 +15,17 @@ from mdi.spec.options import ACCESS, COMMON, DISCOVERY, DRAWING, MODEL, RING, Op
 from mdi.spec.parser import Parser
 
 FIRST = (
-    "--quantize", "--memory", "--sequence-length", "--nodes-config", "--key",
-    "--machines", "--n-tokens", "--temperature", "--adapter", "--verb",
+    "--quantize", "--memory", "--sequence-length", "--n-tokens", "--temperature", "--key", "--machines", "--nodes-config",
+    "--verb",
 )  # fmt: skip
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.options("model", *MODEL, "words", "hf_token", "revision", quantize={"default": "auto"})
-    parser.options(None, "nodes_config", *ACCESS, *DISCOVERY, *RING, "stop_nodes",
+    parser.options("model", *MODEL, "hf_token", "revision", quantize={"default": "auto"})
+    parser.options("text", "words", *DRAWING, n_tokens=500)
+    parser.options("several machines", *ACCESS, *DISCOVERY, "nodes_config", *RING, "stop_nodes",
                    nodes_config={"help": "nodes file: run over the ring of these nodes"},
                    stop_nodes={"help": "end the secondaries' processes afterwards"})  # fmt: skip
-    parser.options("generation", *DRAWING, n_tokens=500)
     parser.options("output", "trace")
     parser.options(None, *COMMON)
 

@@ -1,15 +1,16 @@
-"""Serve models to programs and people: OpenAI's, Anthropic's and Ollama's APIs over a ring of nodes.
+"""Serve models to programs and people: OpenAI's and Anthropic's APIs, and with --ollama-port Ollama's, over a ring of nodes.
 
 examples:
   mdi serve Qwen/Qwen3-0.6B --open              on this machine alone; its page is opened in the browser
   mdi serve model.Q4_K_M.gguf --nodes 3         a ring of three processes here
   mdi serve org/name --machines 3               on three machines: prints a line for the others
-  mdi serve org/name --host 0.0.0.0 --api-key SECRET
+  mdi serve org/name --host 0.0.0.0 --api-key a-long-secret
       also for phones and other machines in the network, with this key: http://ADDRESS:8000
 
 Programs that use OpenAI's API need http://127.0.0.1:8000/v1 as their base URL, those that use Anthropic's need
-http://127.0.0.1:8000. Without --sequence-length, a text may have up to 8,192 tokens, or as many as the model allows. Ctrl-C or
-SIGTERM ends the server when the texts under way are finished, or after 15 seconds.
+http://127.0.0.1:8000. Those that know Ollama's alone need --ollama-port 11434, and then http://127.0.0.1:11434. Without
+--sequence-length, a text may have up to 8,192 tokens, or as many as the model allows. Ctrl-C or SIGTERM ends the server when
+the texts under way are finished, or after 15 seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ logger = logging.getLogger("mdi")
 
 FIRST = (
     "--quantize", "--memory", "--sequence-length", "--nodes", "--key",
-    "--machines", "--host", "--port", "--api-key", "--max-running", "--verb",
+    "--machines", "--host", "--port", "--api-key", "--ollama-port", "--max-running", "--verb",
 )  # fmt: skip
 
 

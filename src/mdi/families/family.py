@@ -34,7 +34,8 @@ class Family:
         has_one_matrix: whether embedding and head are always one.
         gguf: its files in GGUF; None if none are read.
         predicting_word: what says in config.json how many blocks predict further tokens.
-        published: models that litgpt's table lacks, by their names on the hub: what of config.json says how large they are.
+        published: models that are known without their files, by their names on the hub: what of config.json says how large they
+            are. Most of them are not in litgpt's table.
     """
 
     model_type: str

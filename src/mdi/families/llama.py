@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -100,8 +101,33 @@ def llama3_scaling(factors: np.ndarray, theta: float) -> Json | None:
 _GGUF = Gguf("llama", _read_gguf, _GGUF_NAMES, is_one=lambda fields: not _has_experts(fields))
 _GGUF_MIXTRAL = Gguf("llama", _read_gguf_experts, _GGUF_NAMES, is_one=_has_experts)
 
+
+def _published(
+    n_layer: int, hidden_size: int, n_kv_heads: int, intermediate_size: int, length: int, **other: Any
+) -> Json:
+    return {
+        "model_type": "llama", "num_hidden_layers": n_layer, "hidden_size": hidden_size, "num_key_value_heads": n_kv_heads,
+        "intermediate_size": intermediate_size, "max_position_embeddings": length, "num_attention_heads": 32,
+        "rms_norm_eps": 1e-5, "vocab_size": 32000, **other,
+    }  # fmt: skip
+
+
+_LLAMA_3_1: Json = {
+    "vocab_size": 128256, "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+_PUBLISHED = {
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": _published(22, 2048, 4, 5632, 2048),
+    "meta-llama/Llama-2-7b-hf": _published(32, 4096, 32, 11008, 4096),
+    "meta-llama/Llama-3.1-8B": _published(32, 4096, 8, 14336, 131072, **_LLAMA_3_1),
+    "meta-llama/Llama-3.1-70B": _published(80, 8192, 8, 28672, 131072, num_attention_heads=64, **_LLAMA_3_1),
+}
+
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM", _read_llama, words, lambda _: LLAMA, gguf=_GGUF),
+    Family("llama", "LlamaForCausalLM", _read_llama, words, lambda _: LLAMA, gguf=_GGUF, published=_PUBLISHED),
     Family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral, lambda _: LLAMA),
     Family("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, lambda _: _MIXTRAL, gguf=_GGUF_MIXTRAL),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mdi.families.config_json import LLAMA_LIKE, SILU, Json, refuse, said, words
 from mdi.families.family import Family
 from mdi.families.gguf import Fields, Gguf, experts, rms_eps
@@ -47,8 +49,35 @@ _EXPERTS = {
 _QWEN3 = Names({**LLAMA_BLOCK, **QK_NORMS}, LLAMA_ENDS)
 _MOE = Names({**LLAMA_BLOCK, **QK_NORMS, **EXPERTS}, LLAMA_ENDS)
 
+
+def _published(
+    n_layer: int, hidden_size: int, n_head: int, n_kv_heads: int, intermediate_size: int, **other: Any
+) -> Json:
+    return {
+        "model_type": "qwen2", "num_hidden_layers": n_layer, "hidden_size": hidden_size, "num_attention_heads": n_head,
+        "num_key_value_heads": n_kv_heads, "intermediate_size": intermediate_size, "rope_theta": 1000000.0, **other,
+    }  # fmt: skip
+
+
+_PUBLISHED = {
+    "Qwen/Qwen2.5-3B": _published(
+        36, 2048, 16, 2, 11008, max_position_embeddings=32768, rms_norm_eps=1e-6, vocab_size=151936
+    ),
+    "Qwen/Qwen2.5-32B": _published(
+        64, 5120, 40, 8, 27648, max_position_embeddings=131072, rms_norm_eps=1e-5, vocab_size=152064
+    ),
+}
+
 FAMILIES = (
-    Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, words, lambda _: LLAMA, gguf=Gguf("qwen2", rms_eps)),
+    Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        _read_qwen2,
+        words,
+        lambda _: LLAMA,
+        gguf=Gguf("qwen2", rms_eps),
+        published=_PUBLISHED,
+    ),
     Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, words, lambda _: _QWEN3, gguf=Gguf("qwen3", rms_eps)),
     Family(
         "qwen3_moe", "Qwen3MoeForCausalLM", _read_moe, _write_moe, lambda _: _MOE, gguf=Gguf("qwen3moe", _read_gguf_moe)

@@ -158,6 +158,8 @@ class Requested:
         "auto, the default of run, chat and serve: own, or int8 for numbers of 16 bits, and smaller if that does not fit. A "
         "secondary may choose its own (default: as the chunks are stored, else the checkpoint's numbers)",
         metavar="FORMAT", read=_format,
+        brief="format of the weights: float32, bf16, fp16, int8, q6_k, q4_k, int4 or mxfp4; smaller is faster, and less exact; "
+        "own: a GGUF file's own bits; auto, the default of run, chat and serve: own or int8, smaller if that does not fit",
     )] = None
     quantize_head: Annotated[FormatText | None, Option(
         "the same for head and embedding (default: as --quantize)", metavar="FORMAT", read=_format
@@ -417,6 +419,8 @@ class TuningOptions:
         "trained through the blocks, in torch on each node: lora, matrices beside those of the blocks; prompt, rows before a "
         "text; deep-prompt, also before each block; prefix, keys and values of each block (%(default)s)",
         choices=METHODS,
+        brief="side: a small network beside the blocks, which learns on the starter alone; the others are trained through the "
+        "blocks, in torch on each node (%(default)s)",
     )] = SIDE
     lora_r: Annotated[Annotated[int, Meta(ge=1, le=256)], Option("rank of lora (%(default)s)", metavar="N")] = 8
     lora_alpha: Annotated[Annotated[int, Meta(ge=1, le=1 << 16)], Option(
@@ -503,7 +507,8 @@ class Options(StarterOptions):
 
     # Nodes and access to them
     nodes_config: Annotated[Path | None, Option(
-        "nodes file (default: the nodes found in the network with the key of --key; without a key {nodes_config})",
+        "nodes file (default: the nodes found in the network with the key of --key; in a checkout without a key "
+        "src/settings_distr/configuration.json)",
         metavar="FILE",
     )] = None
     key: Annotated[Path | None, Option(
@@ -542,7 +547,8 @@ class Options(StarterOptions):
     # A secondary
     place: Annotated[tuple[str, ...], Option(
         "nodes file, and this node's place in its list of secondaries, from 0 (no INDEX if the file describes only one "
-        "secondary); default: settings_distr/configuration.json 0", ("--nodes-config",), metavar=("FILE", "INDEX"), nargs="+",
+        "secondary); default: in a checkout src/settings_distr/configuration.json 0",
+        ("--nodes-config",), metavar=("FILE", "INDEX"), nargs="+",
     )] = ()
     cache_size: Annotated[int | None, Option(
         "limit for that folder, such as 20GB: the least recently used weights are deleted, and a run that needs more is "

@@ -8,6 +8,7 @@ A field is an option if its annotation has an `Option`; its type, default and ra
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import functools
@@ -31,6 +32,7 @@ class Option:
 
     Attributes:
         help: as argparse has it: `%(default)s` is the default.
+        brief: what --help shows in place of a long help, where --help-all shows that.
         flags: "--name" of the field's name if empty; one without dashes is a positional argument.
         metavar, choices, nargs: as argparse has them; nargs "append" is a flag that may be repeated, and choices may be a
             function, for what takes long to import.
@@ -51,6 +53,7 @@ class Option:
     default: Any = UNSET
     const: str | None = None
     fact: str | None = None
+    brief: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +199,8 @@ class Parser(argparse.ArgumentParser):
 
         Args:
             is_one: whether they exclude each other.
-            changes: of a name, for this command alone: fields of its Option, or its default.
+            changes: of a name, for this command alone: fields of its Option, or its default. With a help of its own it has no
+                other brief one than what is given with it.
         """
         assert self._cls is not None
         group: argparse._ActionsContainer = self
@@ -211,7 +215,9 @@ class Parser(argparse.ArgumentParser):
             for word, stands_for in self._words.items():
                 text = text.replace(f"{{{word}}}", stands_for)
             text = text or argparse.SUPPRESS
-            option = dataclasses.replace(option, option=dataclasses.replace(option.option, **{**change, "help": text}))
+            brief = change.get("brief", "" if "help" in change else option.option.brief)
+            change = {**change, "help": text, "brief": brief}
+            option = dataclasses.replace(option, option=dataclasses.replace(option.option, **change))
             option.add_to(group)
             self.declared[name] = option
 
@@ -234,9 +240,15 @@ class Parser(argparse.ArgumentParser):
         found.add_text(self.description)
         for group in (*self._action_groups[2:], *self._action_groups[:2]):  # those with titles of their own first
             found.start_section(group.title)
-            found.add_arguments([one for one in group._group_actions if one in shown or one in others])
+            found.add_arguments([self._in_brief(one) for one in group._group_actions if one in shown or one in others])
             found.end_section()
         return found.format_help()
+
+    def _in_brief(self, action: argparse.Action) -> argparse.Action:
+        briefs = {one.dest: one.option.brief for one in self.declared.values() if one.option.brief}
+        found = copy.copy(action)
+        found.help = briefs.get(action.dest, action.help)
+        return found
 
     def error(self, message: str) -> NoReturn:
         if near := self._nearest(message):

@@ -11,6 +11,7 @@ const MOST_FRAMES = 8;
 const MOST_DELAYS = 6; // with more nodes there is no room for them
 
 const at = (angle, radius = RADIUS) => ({ x: radius * Math.cos(angle), y: radius * Math.sin(angle) });
+const below = (n) => `${1.28 * n}em`; // so many lines, of letters as large as the width of the screen makes them
 const fixed = ({ x, y }) => `${x.toFixed(1)} ${y.toFixed(1)}`;
 const blocksOf = (node) => Math.max(0, (node.blocks?.[1] ?? 0) - (node.blocks?.[0] ?? 0));
 
@@ -55,7 +56,7 @@ export class RingPicture {
     const places = spans(nodes);
     this.nodes.clear();
     this.rate = svg("text", { class: "middle", y: 8 });
-    const unit = svg("text", { class: "small", y: 32, text: "tokens/s" });
+    const unit = svg("text", { class: "small", y: 8, dy: below(1.5), text: "tokens/s" });
     const parts = nodes.flatMap((node, i) => this.arc(node, places[i], nodes.length > 1));
     this.delays = this.isSmall || nodes.length < 2 || nodes.length > MOST_DELAYS ? [] : places.map(({ end }) => {
       const { x, y } = at(end + GAP / 2, RADIUS - 43);
@@ -80,9 +81,9 @@ export class RingPicture {
     const middle = (begin + end) / 2;
     const { x, y } = at(middle, RADIUS + 24);
     const side = nodesSide(middle);
-    const computing = svg("text", { class: "small more", x, y: y + 32, "text-anchor": side });
+    const computing = svg("text", { class: "small more", x, y, dy: below(2), "text-anchor": side });
     const name = svg("text", { class: "name", x, y, "text-anchor": side, text: node.name });
-    const lines = this.isSmall ? [name] : [name, svg("text", { class: "small", x, y: y + 16, "text-anchor": side, text: node.is_here ? node.blocks_text : "no answer" }), computing];
+    const lines = this.isSmall ? [name] : [name, svg("text", { class: "small", x, y, dy: below(1), "text-anchor": side, text: node.is_here ? node.blocks_text : "no answer" }), computing];
     const labels = svg("g", { class: node.is_here ? "" : "gone", transform: `translate(0 ${labelShift(middle, this.isSmall)})` }, ...lines);
     this.nodes.set(node.name, { group, gauge, computing });
     return [...found, labels];
