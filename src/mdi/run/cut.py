@@ -160,7 +160,7 @@ class MovingCut:
         return None
 
     def cut_again(self, ring: Sequence[Stage], before: Sequence[Stage]) -> Form | None:
-        """The same nodes with another cut, now that some are slower or short of memory, or are no more; None if that is no gain.
+        """The same nodes with another cut, now that some are slower or short of memory, or are not; None if that is no gain.
 
         Args:
             before: the ring before any node was so, which comes back as it was.
