@@ -95,6 +95,16 @@ def test_a_node_that_was_short_twice_has_as_many_blocks_less_as_its_memory_needs
 def test_with_just_the_spare_memory_free_nothing_moves() -> None:
     nodes = Nodes()
     assert nodes.look(secondary1=SPARE) is None and nodes.look() is None
+    assert nodes.cut((Stage("starter", 0, 0), Stage("secondary1", 0, 12)), {}) == (6, 6), "nor is it to have no more"
+
+
+def test_no_blocks_go_to_a_node_that_was_short_before_it_has_had_room_for_long_enough() -> None:
+    nodes = Nodes()
+    nodes.look(secondary1=0)
+    nodes.take(nodes.look())
+    nodes.look(secondary1=9 * SPARE, secondary2=0)
+    form = nodes.take(nodes.look())
+    assert form.counts[2:] == (1, 1) and sum(form.counts) == 12
 
 
 def test_a_node_keeps_a_block_and_others_take_no_more_than_they_have_room_for() -> None:
@@ -106,7 +116,7 @@ def test_a_node_keeps_a_block_and_others_take_no_more_than_they_have_room_for() 
 
 
 def test_where_others_cannot_hold_so_many_it_keeps_more() -> None:
-    """With 100 bytes of weights and caches a block the starter has memory for five more blocks, and nobody else for one."""
+    """The starter has memory for some of them, or for none."""
     nodes = Nodes(2, 10, cut=moving(starter={"memory_bytes": 190 * MB}))
     nodes.look(secondary0=0)
     form = nodes.look()
@@ -137,6 +147,8 @@ def test_it_has_its_blocks_back_when_there_was_room_for_them_for_long_enough() -
     assert nodes.looks_until(begin + ROOM_S) is None
     assert nodes.take(nodes.looks_until(begin + ROOM_S + 10)).stages == stages(3, 3, 3, 3)
     assert nodes.looks_until(nodes.now + 3 * REST_S) is None
+    nodes.number, nodes.stages = nodes.number + 1, stages(1, 9, 1, 1)
+    assert nodes.looks_until(nodes.now + 3 * REST_S) is None, "what others have done since is not undone"
 
 
 def test_a_node_that_does_not_answer_has_no_room() -> None:
