@@ -618,7 +618,7 @@ class RingLoop:
             decision = self.policy.next(event, self._clock()) if self._ahead is None else None
             if not isinstance(decision, Form):
                 return None
-            what = "a hot spare" if decision.fresh else "a faster ring"
+            what = "a hot spare" if decision.fresh else "another ring"
             logger.info("blocks are loaded for %s, with %s", what, ", ".join(decision.names))
             return self._load_ahead(decision, decision)
         if event.ring != ring.number or event.node not in ring.processes:

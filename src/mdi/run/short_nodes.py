@@ -92,7 +92,7 @@ class ShortNodes:
             self._most[name] = n_then = min(n_now, counts.get(name, n_now))
             words = f"{name} has {size(one.free)} of memory free, and is to leave {size(one.spare)}"
             if n_then < n_now:
-                logger.info("%s: it is to have %d blocks instead of %d", words, n_then, n_now)
+                logger.info("%s: the number of its blocks becomes %d instead of %d", words, n_then, n_now)
         self._cut.limit(self._most)
         if self._before is None:
             self._before = tuple(stages)

@@ -457,8 +457,11 @@ class StageStore:
             extent = held.spec.extent
             each = sum(c.n_bytes(extent.max_length) for c in report.classes)
             limit = int(report.limit_bytes * held.share)
-            if not report.is_by_hand:  # one text may go on whatever others need
-                limit = max(limit - self._spare_bytes, min(limit, each))
+            if self._spare_bytes and not report.is_by_hand:
+                # One text may go on whatever others need: nobody has a share of the memory for it.
+                has_room = limit - self._spare_bytes > each
+                limit = limit - self._spare_bytes if has_room else min(limit, each)
+                report = replace(report, is_by_hand=not has_room)
             report = replace(report, limit_bytes=limit)
             held.cache_bytes = report.limit_bytes
             if held.share == 1.0:
