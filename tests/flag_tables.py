@@ -66,7 +66,7 @@ def row_of(parser: argparse.ArgumentParser, action: argparse.Action) -> Row:
     elif action.nargs != 0 and (found := re.search(r" \(([^()]*)\)$", words)) and parser.prog in BRIEF:
         default, words = found[1], words[: found.start()]
     does = formatter._expand_help(argparse.Action([], action.dest, default=action.default, help=words)) if words else ""
-    return Row(flags, default.replace(SRC, "src"), does.replace(SRC, "src"))
+    return Row(flags, default.replace(SRC, "src").replace("%%", "%"), does.replace(SRC, "src"))
 
 
 def tables() -> dict[str, str]:

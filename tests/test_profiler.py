@@ -26,7 +26,7 @@ from mdi.node.runs import Runs
 from mdi.node.secondary import SecondaryNode
 from mdi.placement.profile import NodeProfile
 from mdi.placement.profiler import FILE, Profiler, bench_of
-from mdi.placement.profiling import ROWS, Bench, Subject, disk_read_bytes_s
+from mdi.placement.profiling import ROWS, Bench, Speeds, Subject, disk_read_bytes_s
 from mdi.spec.extent import Extent
 from mdi.spec.model_id import ModelId
 from secondaries import entry_of, secondary
@@ -85,6 +85,14 @@ def test_a_model_with_a_context_smaller_than_what_is_measured(tmp_path: Path) ->
     config = ModelConfig.from_litgpt(tiny_config(block_size=40))
     speeds = bench_of(replace(SUBJECT, config=config), 0.005, quiet).run(tmp_path, with_head=False)
     assert len(speeds.block_s) == len(ROWS) and speeds.head_s == ()
+
+
+def test_memory_that_is_left_to_others_is_not_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "run", lambda *args, **kwargs: Speeds(0.0, 1e9, ((1, 1.0),), ()))
+    monkeypatch.setattr(Profiler, "available_bytes", lambda self, device: 5000)
+    for spare_bytes, left in ((0, 5000), (3000, 2000), (9000, 0)):
+        found = Profiler("secondary0", tmp_path, spare_bytes=spare_bytes).profile(SUBJECT, None)
+        assert found.memory_bytes - found.process_bytes == left
 
 
 def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,13 +75,14 @@ FAMILY: Any = FakeFamily()
 SUPPLY: Any = FakeSupply()
 
 
-def store_of(n_bytes: int | None = None, kv_memory: int | None = None) -> StageStore:
+def store_of(n_bytes: int | None = None, kv_memory: int | None = None, spare_bytes: int = 0) -> StageStore:
     """Of a node with so many bytes; None is MEMORY, less what is in use."""
 
     def available(device: str) -> int:
         return MEMORY - made.in_use_bytes(device) if n_bytes is None else n_bytes
 
-    made = StageStore(available, kv_memory, build=lambda *args: FakeStage())  # type: ignore[arg-type, return-value]
+    build: Any = lambda *args: FakeStage()  # noqa: E731
+    made = StageStore(available, kv_memory, build, spare_bytes)
     return made
 
 
@@ -263,6 +264,18 @@ def test_a_run_that_does_not_say_how_many_texts_it_has_leaves_memory_to_others(
     slot = filled(slots, wanted("x", extent=Extent(10)))
     slots.grant(slot)
     assert slot.cache_bytes == N_TEXTS, "a page each"
+
+
+@pytest.mark.parametrize(
+    ("kv_memory", "spare_bytes", "limit"),
+    [(None, 0, 500), (None, 120, 380), (None, 499, 1), (None, 900, 1), (80, 120, 80)],
+)
+def test_caches_leave_spare_memory_but_for_those_of_one_text(
+    report: list[Any], kv_memory: int | None, spare_bytes: int, limit: int
+) -> None:
+    slots = store_of(MEMORY, kv_memory, spare_bytes)
+    found = slots.grant(filled(slots, wanted("x", extent=Extent(10, 1000))))
+    assert found.limit_bytes == limit and found.is_by_hand is (limit in (1, 80)), "no share of what one text needs"
 
 
 def test_memory_for_caches_that_was_set_by_hand_is_for_all_runs_together(report: list[Any]) -> None:

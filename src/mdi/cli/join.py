@@ -60,9 +60,7 @@ def add_arguments(parser: Parser) -> None:
         addr={"help": "address to listen on (default: that of the route to the cluster)"},
     )  # fmt: skip
     parser.options(None, "install_service", "uninstall_service", is_one=True)
-    parser.options(
-        "a standing swarm", "stand_with", "max_blocks", "peer", "spare_memory", "ckpt_folder", "hf_token", "revision"
-    )
+    parser.options("a standing swarm", "stand_with", "max_blocks", "peer", "ckpt_folder", "hf_token", "revision")
     add_node_options(parser)
     parser.options(None, *COMMON)
 

@@ -166,6 +166,7 @@ def _made_node(
     node = SecondaryNode(
         config, weights, cache_dir, asked, options.kv_memory, model, options.cache_size, memory, keys,
         prefix_dir=options.prefix_dir,
+        spare_bytes=(options.spare_memory or 0) if options.stand_with is None else 0,  # else SwarmMember minds it
     )  # fmt: skip
     return node, weights
 

@@ -46,6 +46,7 @@ from mdi.control.swarm import ModelRequest, SwarmRequest, SwarmTable
 from mdi.engine.worker import Backend
 from mdi.errors import Code, ControlError, MdiError, NoMemoryError
 from mdi.host.device import devices, load_kernels
+from mdi.host.resources import device_free_bytes
 from mdi.host.threads import computing_threads
 from mdi.kernels import library
 from mdi.kernels.slices import Slice, SliceTable
@@ -59,6 +60,7 @@ from mdi.node.round_robin import RoundRobin
 from mdi.node.runs import Runs
 from mdi.node.secondary_status import InTime, RingWatch, run_status, slot_status
 from mdi.node.self_measurement import SelfMeasurement
+from mdi.node.spare_memory import SpareMemory
 from mdi.node.swarm_model import SwarmModel
 from mdi.node.worker import RingWorker, Waits
 from mdi.placement.profiler import Profiler
@@ -88,6 +90,7 @@ class SecondaryNode:
         family: of the models that it can run; None is litgpt's.
         keys: of the cluster; without them, anybody who reaches the ports can use the node.
         waits: how long it waits.
+        spare_bytes: memory that is left to others (SpareMemory); free_bytes: what is free of a device.
     """
 
     def __init__(
@@ -103,6 +106,8 @@ class SecondaryNode:
         keys: KeyFile | None = None,
         waits: Waits | None = None,
         prefix_dir: Path | None = None,
+        spare_bytes: int = 0,
+        free_bytes: Callable[[str], int] = device_free_bytes,
     ) -> None:
         self.config, self._keys, self.waits = config, keys, waits or Waits()
         self.store, self._prefix_dir = BlockStore(cache_dir, cache_bytes), prefix_dir or cache_dir
@@ -112,9 +117,16 @@ class SecondaryNode:
         )
         self._begin_s = time.monotonic()
         self.process = secrets.token_hex(8)  # identifies the node, with its name: addresses change
-        self.profiler = Profiler(config.name, cache_dir, in_use_bytes=lambda device: self.stages.in_use_bytes(device))
+        self.profiler = Profiler(
+            config.name, cache_dir, in_use_bytes=lambda device: self.stages.in_use_bytes(device), spare_bytes=spare_bytes
+        )  # fmt: skip
         self.stages = StageStore(
-            lambda device: self.profiler.available_bytes(device), config.kv_memory if kv_memory is None else kv_memory
+            lambda device: self.profiler.available_bytes(device),
+            config.kv_memory if kv_memory is None else kv_memory,
+            spare_bytes=spare_bytes,
+        )
+        self._spare = SpareMemory(
+            config.name, self.weights.device, spare_bytes, free_bytes, lambda: self.stages.drop_unused()
         )
         self.turns, self.runs = RoundRobin(self.waits.stuck_s), Runs(config.name)
         self._admission = threading.Lock()
@@ -139,6 +151,7 @@ class SecondaryNode:
         """Bind both ports; UsageError if that is not possible. Call `close` afterwards in any case."""
         name = self.config.name
         self.weights.check_folder()
+        self._spare.start()
         self._kernels.start()
         self._kernels.join(self.waits.kernels_s)
         sock = open_socket(self.config.listen_addr, self.config.port_in, f"{name}'s inference port_in")
@@ -185,6 +198,7 @@ class SecondaryNode:
         for worker in self.workers:
             worker.end()
         self.turns.close()
+        self._spare.close()
         if self.control is not None:
             self.control.close()
         if self._messages is not None:
@@ -257,7 +271,8 @@ class SecondaryNode:
             "memory": {
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "peak_rss_bytes": peak_rss_bytes(),
-                "available_bytes": self.profiler.available_bytes(device),
+                "available_bytes": self.profiler.offered_bytes(device),
+                **self._spare.status(),
             },
             "disk_free_bytes": self._in_time.ask("disk", self.store.free_bytes),
             "clock_s": time.time(),

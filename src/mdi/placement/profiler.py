@@ -41,15 +41,17 @@ class Profiler:
         folder: its cache folder, where measurements are kept.
         span_s: how long one thing is measured.
         in_use_bytes: memory of a device that this process holds or was promised, and will not free.
+        spare_bytes: memory that is left to other programs.
     """
 
     def __init__(
-        self, name: str, folder: Path, span_s: float = SPAN_S, in_use_bytes: Callable[[str], int] = lambda device: 0
-    ) -> None:
+        self, name: str, folder: Path, span_s: float = SPAN_S, in_use_bytes: Callable[[str], int] = lambda device: 0,
+        spare_bytes: int = 0,
+    ) -> None:  # fmt: skip
         self.name = name
         self._folder = folder
         self.span_s = span_s
-        self._in_use_bytes = in_use_bytes
+        self._in_use_bytes, self._spare_bytes = in_use_bytes, spare_bytes
         self._lock = threading.Lock()
         self._progress: dict[str, Any] | None = None
         self._process_bytes = private_bytes()  # before any weights are here
@@ -71,6 +73,10 @@ class Profiler:
     def available_bytes(self, device: str) -> int:
         """Memory of a device for weights and caches: free memory, and memory that this process would free."""
         return max(0, device_free_bytes(device) + self.held_bytes_of(device) - self._in_use_bytes(device))
+
+    def offered_bytes(self, device: str) -> int:
+        """The part of it that a run may plan with."""
+        return max(0, self.available_bytes(device) - self._spare_bytes)
 
     def profile(
         self,
@@ -101,7 +107,7 @@ class Profiler:
             name=self.name,
             device=subject.computing.device,
             n_cores=n_cores(),
-            memory_bytes=self.available_bytes(subject.computing.device) + process_bytes,
+            memory_bytes=self.offered_bytes(subject.computing.device) + process_bytes,
             disk_bytes=(store or BlockStore(self._folder)).free_bytes(),
             process_bytes=process_bytes,
             cached_parts=store.parts() if store is not None else (),

@@ -46,6 +46,7 @@ class MovingCut:
         self._workload = workload
         self._profile = profile
         self._slower: dict[str, float] = {}
+        self._most: dict[str, int] = {}
         # The two together, because another thread may plan while a node is learnt. Nodes are here as slow as they are now.
         self._measured = None if profile is None else (profile, CostModel(profile, shape, workload))
         self._part_bytes = part_bytes
@@ -65,12 +66,21 @@ class MovingCut:
             profile = replace(self._profile, nodes=nodes)
             self._measured = profile, CostModel(profile, self._shape, self._workload)
 
+    def limit(self, most: Mapping[str, int]) -> None:
+        """Plan from now on with nodes that have at most so many blocks, unless the model fits them in no such way."""
+        self._most = dict(most)
+
     def __call__(self, stages: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...] | None:
         """Blocks of each of these nodes, whose stages are their present ones; None if the model does not fit them.
 
         Args:
             most: blocks that a node can hold at most, where it has said so.
         """
+        fewer = {name: min(n, most.get(name, n)) for name, n in self._most.items()}
+        found = self._within(stages, {**most, **fewer})
+        return self._within(stages, most) if found is None and fewer else found
+
+    def _within(self, stages: Sequence[Stage], most: Mapping[str, int]) -> tuple[int, ...] | None:
         n_frames = max(1, self.n_rounds()) * self._n_frames(len(stages))
         return cut(self.holders(stages, most), self._block_bytes, n_frames, self._shape.cuts)
 
@@ -136,13 +146,27 @@ class MovingCut:
         best = {kind: min(ratio for other, ratio in ratios.values() if other == kind) for kind, _ in ratios.values()}
         return {name: ratio / best[kind] for name, (kind, ratio) in ratios.items() if best[kind] > 0}
 
+    def weight_bytes(self, stage: Stage) -> float:
+        """Of a block, in the memory of a node with this stage."""
+        return fmean(block.held_bytes for block in self._shape.blocks[stage.start : stage.stop])
+
+    def with_fewer(self, ring: Sequence[Stage], most: Mapping[str, int]) -> Form | None:
+        """The same nodes, where some have at most so many blocks, or as few more as the others can hold; None if none can."""
+        has = {stage.name: stage.stop - stage.start for stage in ring}
+        for more in range(max((has[name] - n for name, n in most.items()), default=0)):
+            limits = {name: max(n, min(n + more, has[name])) for name, n in most.items()}
+            if (found := with_new_cut(ring, limits, self._within)) is not None:
+                return found
+        return None
+
     def cut_again(self, ring: Sequence[Stage], before: Sequence[Stage]) -> Form | None:
-        """The same nodes with another cut, now that some are slower or are not any more; None if that does not pay.
+        """The same nodes with another cut, now that some are slower or short of memory, or are not; None if that is no gain.
 
         Args:
-            before: the ring before any node was slow, which comes back as it was.
+            before: the ring before any node was so, which comes back as it was.
         """
-        is_as_before = not self._slower and [stage.name for stage in before] == [stage.name for stage in ring]
+        is_free = not self._slower and not self._most
+        is_as_before = is_free and [stage.name for stage in before] == [stage.name for stage in ring]
         found = Form(tuple(before), is_moved=True) if is_as_before else with_new_cut(ring, {}, self)
         if found is None:
             return None

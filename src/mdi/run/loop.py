@@ -5,7 +5,7 @@ engine computes in a thread of its own; between two rings it waits. Before a rin
 next one are loaded; if that fails, the ring goes on.
 
 A second thread, `Lookout`, sees changes without a loss, and puts them: a node that is about to leave, one that is back or new
-and would make the ring faster, and links and nodes that have become slower.
+and would make the ring faster, links and nodes that have become slower, and nodes whose memory others need.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from mdi.run.policy import (
     present_holders,
 )
 from mdi.run.report import HOT_SPARE, MAY_DIFFER, REPLAY, TOKENS, Records, Recovery
+from mdi.run.short_nodes import ShortNodes
 from mdi.run.verify import Untrue
 from mdi.spec.cluster import NodeConfig
 
@@ -303,16 +304,16 @@ class Lookout:
 
     Args:
         joins: None where nodes share blocks: then no node is added.
-        slow: look for what has become slower in a ring of more than MOVABLE nodes.
+        slow: look for what has become slower in a ring of more than MOVABLE nodes; short: for nodes with too little memory.
         present: the ring that generates; None while there is none.
         put: gets each event.
     """
 
     def __init__(
         self, joins: Looks | None, present: Callable[[], Ring | None], put: Callable[[Leaving | Better], None], cancel: Cancel,
-        slow: Sequence[SlowLinks | SlowNodes] = (),
+        slow: Sequence[SlowLinks | SlowNodes] = (), short: ShortNodes | None = None,
     ) -> None:  # fmt: skip
-        self._joins, self._slow = joins, slow
+        self._joins, self._slow, self._short = joins, slow, short
         self._present = present
         self._put = put
         self._cancel = cancel
@@ -350,6 +351,8 @@ class Lookout:
                 next_look = time.monotonic() + LOOK_S
                 try:
                     found = self._joins.best(ring.stages, ring.processes)
+                    if self._short is not None:
+                        found = found or self._short.best(ring)
                     for look in self._slow if len(ring.stages) > MOVABLE else ():
                         found = found or look.best(ring)
                     if found is not None:
@@ -615,7 +618,7 @@ class RingLoop:
             decision = self.policy.next(event, self._clock()) if self._ahead is None else None
             if not isinstance(decision, Form):
                 return None
-            what = "a hot spare" if decision.fresh else "a faster ring"
+            what = "a hot spare" if decision.fresh else "another ring"
             logger.info("blocks are loaded for %s, with %s", what, ", ".join(decision.names))
             return self._load_ahead(decision, decision)
         if event.ring != ring.number or event.node not in ring.processes:
@@ -711,7 +714,7 @@ class RingLoop:
                 logger.info("%s joins the ring and makes it faster", ", ".join(sorted(joining)))
             elif cause.names == present:
                 logger.info(
-                    "nodes compute at another pace than before; they have %s blocks now",
+                    "nodes compute at another pace than before, or have other memory; they have %s blocks now",
                     "/".join(map(str, cause.counts)),
                 )
             else:

@@ -49,6 +49,7 @@ from mdi.run.nodes import Losses, NodeSource, StarterPorts, dismiss
 from mdi.run.passes import Passes
 from mdi.run.policy import Cut, Policy, Stage, with_hot_spares
 from mdi.run.report import differing, measured_here, metrics_of_run
+from mdi.run.short_nodes import ShortNodes
 from mdi.run.swarm import SwarmLook
 from mdi.run.texts import OnText, Record, RunTexts, Sample, SampleReader
 from mdi.run.trace import RunTrace, Trace
@@ -331,7 +332,8 @@ class Run(StatusOnly):
             # They are cut again for the shortest round. Beside other models, a plan has times in which nodes wait for turns.
             if slow and options.placement in (None, DEFAULT_PLACEMENT) and not self._beside:
                 slow.append(SlowNodes(self.run_id, cut))
-            self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel, slow)
+            short = None if self.is_shared else ShortNodes(self.run_id, cut)
+            self._lookout = Lookout(joins, lambda: loop.running, loop.put, self._cancel, slow, short)
 
     def _text_adapters(self) -> dict[str, TextAdapter]:
         of_nodes = {one.name: TextAdapter(one.sha256, one.n_virtual, one.number) for one in self.model.weights.adapters}

@@ -131,7 +131,7 @@ RULES = (
     ),
     *(
         Rule(flag, ("--model",), "{what} is for a standing node: give {found} NAME as well", is_need=True)
-        for flag in ("--max-blocks", "--peer", "--spare-memory")
+        for flag in ("--max-blocks", "--peer")
     ),
     Rule("--tls-cert", ("--tls-key",), "{what} and {found} belong together: give both", is_need=True),
     Rule("--tls-key", ("--tls-cert",), "{what} and {found} belong together: give both", is_need=True),

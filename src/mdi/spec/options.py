@@ -564,8 +564,8 @@ class Options(StarterOptions):
         "with --model: hold at most N blocks (default: as many as fit)", metavar="N"
     )] = None
     spare_memory: Annotated[int | None, Option(
-        "with --model: while less than SIZE of this machine's memory is free, give the blocks back (default: 5 %% of it)",
-        metavar="SIZE", read=parse_bytes,
+        "while less than SIZE of this machine's memory is free, have fewer blocks; with --model of mdi join, none (default: 0; "
+        "with --model, 5 %% of it)", metavar="SIZE", read=parse_bytes,
     )] = None
     peer: Annotated[tuple[str, ...], Option(
         "with --model: address of a node that takes part already; repeatable (default: the nodes of this key in the network)",
@@ -832,7 +832,10 @@ TUNING = (
 RESUME = ("resume", "run_dir", "no_journal")
 OUTPUT = ("json", "no_stream", "plots", "time_run", "trace")
 COMMON = ("verb", "debug", "log_json")
-NODE = ("cache_dir", "cache_size", "prefix_dir", *MACHINE, "dtype", "quantize", "allow_clipping", "no_announce", "dial")
+NODE = (
+    "cache_dir", "cache_size", "prefix_dir", *MACHINE, "spare_memory", "dtype", "quantize", "allow_clipping", "no_announce",
+    "dial",
+)  # fmt: skip
 SERVER = (
     "host", "port", "api_key", "api_key_file", "tls_cert", "tls_key", "allow_host", "allow_origin", "max_running", "queue",
     "keep_alive", "keep_prefixes", "alias", "tool_parser", "ollama_port", "pooling", "open",

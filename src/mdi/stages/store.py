@@ -292,16 +292,17 @@ class StageStore:
     Args:
         available: memory of a device that is free, or would be if stages that are not in use were dropped; None asks the
             system, and subtracts what stages in use were promised.
-        kv_memory: limit for all caches together; None: the free memory.
+        kv_memory: limit for all caches together; None: the free memory, but for `spare_bytes`, which are left to others.
         build: makes a stage from its spec.
     """
 
     def __init__(
-        self, available: Callable[[str], int] | None = None, kv_memory: int | None = None, build: Building = build_stage
-    ) -> None:
+        self, available: Callable[[str], int] | None = None, kv_memory: int | None = None, build: Building = build_stage,
+        spare_bytes: int = 0,
+    ) -> None:  # fmt: skip
         self.available = available or self._unpromised
         self.kv_memory = kv_memory
-        self._build = build
+        self._build, self._spare_bytes = build, spare_bytes
         self._lock = threading.RLock()
         self._held: list[HeldStage] = []  # the latest last
         self._built = threading.Condition()
@@ -453,11 +454,17 @@ class StageStore:
                 by_hand = max(0, by_hand - sum(one.cache_bytes for one in others))
             promised = sum(one.reserved_for_others(held) for one in others) + held.rows_to_come
             report = report_caches(held.stage, held.device, by_hand, promised)
-            report = replace(report, limit_bytes=int(report.limit_bytes * held.share))
+            extent = held.spec.extent
+            each = sum(c.n_bytes(extent.max_length) for c in report.classes)
+            limit = int(report.limit_bytes * held.share)
+            if self._spare_bytes and not report.is_by_hand:
+                # One text may go on whatever others need: nobody has a share of the memory for it.
+                has_room = limit - self._spare_bytes > each
+                limit = limit - self._spare_bytes if has_room else min(limit, each)
+                report = replace(report, is_by_hand=not has_room)
+            report = replace(report, limit_bytes=limit)
             held.cache_bytes = report.limit_bytes
             if held.share == 1.0:
-                extent = held.spec.extent
-                each = sum(c.n_bytes(extent.max_length) for c in report.classes)
                 held.cache_bytes = min(report.limit_bytes, each * extent.n_sequences)
             return report
 
