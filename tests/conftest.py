@@ -20,6 +20,7 @@ import signal  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
@@ -71,6 +72,14 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     from mdi.kernels import library
 
     monkeypatch.setattr(library, "load", lambda: None)
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with so long a context, and no token that ends a text, that a run lasts until something ends it."""
+    from tiny_checkpoint import write_checkpoint
+
+    return write_checkpoint(tmp_path_factory.mktemp("ckpt") / "endless", with_end=False, block_size=65536)
 
 
 @pytest.fixture(autouse=True, scope="session")

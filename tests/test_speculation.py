@@ -14,7 +14,7 @@ from mdi.engine.guesses import LONG, N_PLACES, SHORT, Index, Repetition
 from mdi.engine.prices import Prices
 from mdi.engine.sequence import Plan, PlannedSlice, SamplingParams
 from mdi.engine.sequence import Sequence as Text
-from mdi.engine.speculation import LOOK_EACH, N_ROUNDS, Speculation, most_frames, tokens_per_s
+from mdi.engine.speculation import LOOK_EACH, N_KNOWN, N_OWN, N_ROUNDS, Speculation, most_frames, tokens_per_s
 
 
 @pytest.mark.parametrize("stages_ms", [(10, 10, 10, 10), (10, 10, 10, 70), (70, 10, 10, 10), (10,), (5, 10, 10, 5, 10)])
@@ -169,6 +169,8 @@ def test_of_the_last_places_that_one_counts_which_is_equal_the_furthest_back() -
     other = Index([7, 50, 51, 52, *run, 903])
     assert propose(Repetition([other]), [*ids, 7, 50, 51, 52, *run], 1) == [903]
     assert propose(Repetition([other]), [*ids, 8, 50, 51, 52, *run], 1) == [900], "the text itself comes first"
+    shorter = Index([52, *run, 904])
+    assert propose(Repetition([shorter]), [*ids, 7, 50, 51, 52, *run], 1) == [900]
 
 
 @settings(deadline=None)
@@ -197,8 +199,10 @@ def test_a_prediction_is_followed_from_its_beginning_and_found_again() -> None:
     source = Repetition([Index(range(200, 260))], begun=3)
     source.n_least = SHORT
     assert propose(source, [1, 2, 3], 3) == [200, 201, 202]
-    assert propose(source, [1, 2, 3, 200, 9, 240, 241], 2) == []
-    assert propose(source, [1, 2, 3, 200, 9, 240, 241, 242], 2) == [243, 244]
+    assert propose(source, [1, 2, 3, 200], 3) == [201, 202, 203], "too few to be looked for"
+    assert propose(source, [1, 2, 3, 200, 201], 3) == [202, 203, 204]
+    assert propose(source, [1, 2, 3, 200, 201, 9, 240, 241], 2) == []
+    assert propose(source, [1, 2, 3, 200, 201, 9, 240, 241, 242], 2) == [243, 244]
 
 
 def test_texts_of_the_same_owner_are_looked_into_and_no_others() -> None:
@@ -228,17 +232,22 @@ def test_a_source_that_is_wrong_pauses_longer_each_time() -> None:
         speculation.rounds.note(n_rows, 1 + 0.3 * n_rows)
     text = Text(1, tuple([5] * 20), SamplingParams(n_tokens=10**6), 10**6)
     speculation.begin(text, None)
-    asked = []
-    for _ in range(4000):
-        text.guessed.clear()
-        if found := speculation.propose(text, 1):
-            text.guess(found)
-            asked.append(len(text.ids))
-            text.guessed.clear()
-            speculation.judge(text, 0, True)
-        text.ids.append(5)
-    gaps = [b - a for a, b in zip(asked, asked[1:], strict=False) if b - a > 1]
-    assert gaps == [65, 129, 257, 513, 1025, 1025]
+
+    def pauses(n_tokens: int, is_right: bool) -> list[int]:
+        """Between tokens that are guessed, in the next ones of the text."""
+        asked = []
+        for _ in range(n_tokens):
+            if found := speculation.propose(text, 1):
+                text.guess(found)
+                asked.append(len(text.ids))
+                text.guessed.clear()
+                speculation.judge(text, int(is_right), not is_right)
+            text.ids.append(5)
+        return [b - a for a, b in zip(asked, asked[1:], strict=False) if b - a > 1]
+
+    assert pauses(4000, False) == [65, 129, 257, 513, 1025, 1025]
+    pauses(1024, True)
+    assert pauses(400, True) == [], "it is right now"
 
 
 def test_repetitions_are_looked_for_every_few_tokens_until_guesses_were_right() -> None:
@@ -337,6 +346,25 @@ def test_guesses_that_make_frames_slower_stop_soon_whatever_was_promised() -> No
     assert alone.now < 1.04 * plain_s
 
 
+def test_slow_guesses_are_tried_again_after_longer_and_longer_pauses() -> None:
+    alone = Alone()
+    tried = [i for i in range(8000) if alone.frame(0.0, hidden_s=0.05)]
+    assert [b - a for a, b in zip(tried, tried[1:], strict=False) if b - a > 10] == [257, 1025, 2049, 2049, 2049]
+
+
+def test_rows_that_were_dear_are_tried_again_later() -> None:
+    """One node: what its rows cost may be another thing after a while."""
+    n_frames = [0]
+
+    def price(n: int) -> float:
+        n_frames[0] += 1
+        return float(n) if n_frames[0] < 500 else 1 + 0.05 * (n - 1)
+
+    plain, _ = speed([0.01], p=None, n_tokens=6000)
+    found, _ = speed([0.01], p=0.8, price=price, n_tokens=6000)
+    assert found > 1.3 * plain
+
+
 def test_another_source_goes_on_while_one_is_left_alone() -> None:
     alone = Alone(("draft", "lookup"))
     found = [alone.frame(0.1, is_free="lookup") for _ in range(60)]
@@ -355,6 +383,67 @@ def test_a_text_has_one_frame_in_flight_where_nodes_do_not_wait() -> None:
             speculation.returned(i, i + 0.5, 0.0, 1)
         n_frames, n_rows = speculation.limits(text, 8, 1)
         assert n_rows > 1 and (n_frames == 4 if is_deep else n_frames == 1)
+
+
+def measured(n_texts: int = 1, n_nodes: int = 4, round_s: float = 0.5) -> tuple[Speculation, Text]:
+    """A ring after its first rounds, and a text that repeats itself."""
+    speculation = Speculation(kinds=frozenset({"lookup"}))
+    speculation.begin_ring(n_nodes)
+    text = Text(1, (5,) * 30, SamplingParams(n_tokens=10**6), 10**6)
+    speculation.begin(text, None)
+    speculation.limits(text, 8 if n_texts == 1 else 1, n_texts)
+    for i in range(N_ROUNDS + 1):
+        rounds(speculation, i, round_s, 0.0, n_texts)
+    return speculation, text
+
+
+def rounds(
+    speculation: Speculation, number: int, round_s: float, busy_s: float, n_texts: int = 1, n_guesses: int = 0
+) -> None:
+    n = 1 + n_guesses
+    parts = tuple(PlannedSlice(j, number, n, n, (1,) * n, n_guessed=n_guesses) for j in range(n_texts))
+    speculation.sent(Plan(number, parts, ()), float(number))
+    speculation.returned(number, number + round_s, busy_s, n * n_texts)
+
+
+def test_no_more_frames_are_in_flight_than_this_node_has_time_for() -> None:
+    """Head, drawing and guesses take it a quarter of a second a frame, blocks an eighth. It had computed before, too."""
+    speculation, text = measured()
+    assert speculation.limits(text, 8, 1)[0] == 4
+    for number in range(N_ROUNDS + 1, N_OWN + 1):
+        rounds(speculation, number, 0.5, 100 + number / 4)
+    assert speculation.limits(text, 8, 1)[0] == 4, "only the time of frames of this ring counts"
+    for number in range(N_OWN + 1, 2 * N_OWN + N_KNOWN):
+        rounds(speculation, number, 0.5, 100 + number / 4)
+    assert speculation.limits(text, 8, 1)[0] == 2
+
+
+def test_rounds_without_guesses_come_the_less_often_the_more_texts_there_are() -> None:
+    speculation, text = measured(n_texts=4, n_nodes=1, round_s=0.9)
+    without = []
+    for number in range(N_ROUNDS + 1, 1500):
+        n_guesses = speculation.limits(text, 1, 4)[1] - 1
+        if n_guesses:
+            speculation.judge(text, len(speculation.propose(text, 1)), False)
+        else:
+            without.append(number)
+        rounds(speculation, number, 0.9, 0.0, 4, min(1, n_guesses))
+    assert without == [515, 1028]
+
+
+def test_guesses_end_where_a_constraint_does_not_allow_them() -> None:
+    class Pair:
+        """Allows two more tokens."""
+
+        def n_valid(self, tokens: list[int]) -> int:
+            return min(2, len(tokens))
+
+    for guessed, left in (([], [5, 5]), ([5], [5]), ([5, 5], []), ([5, 5, 5], [])):
+        speculation = Speculation(kinds=frozenset({"lookup"}))
+        text = Text(1, (5,) * 30, SamplingParams(n_tokens=100), 1000)
+        speculation.begin(text, Pair())
+        text.guess(guessed)
+        assert speculation.propose(text, 4) == left
 
 
 def test_guesses_may_come_before_a_ring_is_measured() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,22 @@ def test_shares_are_those_of_all_cores_and_without_the_benchmark_itself(monkeypa
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     begin, end = Usage(10.0, 100.0, 50.0, 1.0), Usage(20.0, 130.0, 70.0, 3.0)
     assert end.since(begin) == {"others_share": 10 / 40, "steal_share": 2 / 40}
+
+
+def test_what_was_not_idle_was_busy_whatever_the_system_counts_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    read = iter([(10.0, 3.0, 1.0, 0.5), (20.0, 13.0, 2.0, 1.5)])  # seconds: of the clock, idle, waiting and stolen
+
+    def now() -> Usage:
+        clock, idle, waiting, stolen = next(read)
+        times = namedtuple("times", "user idle iowait steal")(clock * 4, idle, waiting, stolen)
+        monkeypatch.setattr("psutil.cpu_times", lambda: times)
+        monkeypatch.setattr("time.monotonic", lambda: clock)
+        return Usage.now()
+
+    begin, end = now(), now()
+    assert end.busy_s - begin.busy_s == 4 * 10.0 - (10.0 + 1.0 + 1.0)
+    assert end.since(begin)["steal_share"] == 1.0 / 40
 
 
 def test_a_record_says_what_others_took(tmp_path: Path) -> None:

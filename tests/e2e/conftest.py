@@ -30,12 +30,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with so long a context, and no token that ends a text, that a run lasts until something ends it."""
-    return write_checkpoint(tmp_path_factory.mktemp("ckpt") / "endless", with_end=False, block_size=65536)
-
-
-@pytest.fixture(scope="session")
 def shared_ring(reader: Reader, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(reader, tmp_path_factory.mktemp("ring"), 3)
     yield cluster

@@ -32,7 +32,7 @@ from mdi.spec.options import ParallelOptions, StarterOptions
 from mdi.spec.window import WindowMemory, WindowOptions
 from mdi.stages.window_budget import taken_bytes
 from secondaries import close_ports, cluster_of, entry_of, secondaries
-from tiny_checkpoint import encode, write_checkpoint
+from tiny_checkpoint import encode
 
 RING = (Stage("starter", 0, 6), Stage("secondary0", 6, 12))
 NEW = NodeConfig("board", "10.0.0.9", 8088, 5088)
@@ -155,11 +155,12 @@ def test_only_who_proves_that_it_has_the_key_has_come(tmp_path: Path) -> None:
     assert Arrivals(deaf, keys).nodes() == {}
 
 
-def test_a_run_goes_on_over_a_node_that_was_started_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_goes_on_over_a_node_that_was_started_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endless: Path
+) -> None:
     """It stands in no nodes file; the text is that of one node alone."""
     monkeypatch.setattr(mdi.run.loop, "LOOK_S", 0.1)
-    ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)
-    options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", placement="even")
+    options = StarterOptions(ckpt=endless, prompt_style="none", device="cpu", placement="even")
     seen: list[Run] = []
     with secondaries(2, tmp_path, kv_memory=1 << 28) as nodes:
         gate = Gate(nodes[1].store)
@@ -185,11 +186,10 @@ def test_a_run_goes_on_over_a_node_that_was_started_later(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("failure", ["no memory", "parts that do not come", "the node ends", "the run ends"])
 def test_a_ring_goes_on_if_the_next_one_cannot_be_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endless: Path, failure: str
 ) -> None:
     monkeypatch.setattr(mdi.run.loop, "LOOK_S", 0.1)
-    ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)
-    options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", placement="even")
+    options = StarterOptions(ckpt=endless, prompt_style="none", device="cpu", placement="even")
     with secondaries(2, tmp_path) as nodes:
         gate, later = Gate(nodes[1].store), nodes[1]
         if failure == "no memory":
@@ -233,10 +233,11 @@ KINDS = ("ring", "window", "memory", "tensor", "tensor with a window", "hybrid")
         *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("window", "memory", "tensor with a window")),
     ],
 )
-def test_a_leaving_node_computes_while_others_load_its_blocks(tmp_path: Path, kind: str, is_guessed: bool) -> None:
+def test_a_leaving_node_computes_while_others_load_its_blocks(
+    tmp_path: Path, endless: Path, kind: str, is_guessed: bool
+) -> None:
     """Also of a text of which most tokens are guessed right, before the move and behind it."""
-    ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)
-    plain = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", dtype="float32", placement="even")
+    plain = StarterOptions(ckpt=endless, prompt_style="none", device="cpu", dtype="float32", placement="even")
     options, groups = plain, (None, "b", "b") if kind == "hybrid" else (None, None, None)
     if "window" in kind:
         options = replace(options, weight_memory=WindowMemory(window=WindowOptions(1)))

@@ -59,9 +59,10 @@ def test_every_stage_is_locked(kind: str, locked: dict[str, int], tmp_path: Path
     assert locked.keys() == names and all(locked.values())
 
 
-def test_blocks_of_a_leaving_node_are_locked_where_they_go(locked: dict[str, int], tmp_path: Path) -> None:
-    ckpt = write_checkpoint(tmp_path / "endless", with_end=False, block_size=65536)
-    options = StarterOptions(ckpt=ckpt, prompt_style="none", device="cpu", placement="even", **OPTIONS)
+def test_blocks_of_a_leaving_node_are_locked_where_they_go(
+    locked: dict[str, int], tmp_path: Path, endless: Path
+) -> None:
+    options = StarterOptions(ckpt=endless, prompt_style="none", device="cpu", placement="even", **OPTIONS)
     before: dict[str, int] = {}
 
     def look(run: Run, n_tokens: Callable[[], int]) -> None:

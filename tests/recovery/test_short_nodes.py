@@ -23,7 +23,7 @@ from mdi.run.short_nodes import REST_S, ROOM_S, ShortNodes
 from mdi.spec.cluster import standalone
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondary
-from tiny_checkpoint import encode, write_checkpoint
+from tiny_checkpoint import encode
 from waiting import until
 
 NAMES = ("starter", "secondary0", "secondary1", "secondary2")
@@ -216,20 +216,15 @@ def test_nodes_without_spare_memory_have_nothing_moved_and_are_asked_once_for_ea
     assert nodes.n_asked == 6
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("short") / "endless", with_end=False, block_size=65536)
-
-
 @pytest.mark.slow
 def test_texts_go_on_while_a_node_without_memory_has_fewer_blocks(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And has them back when others have freed it; a node drops what it has given."""
     monkeypatch.setattr(mdi.run.loop, "LOOK_S", 0.2)
     monkeypatch.setattr(mdi.run.short_nodes, "ROOM_S", 1.0)
     monkeypatch.setattr(mdi.run.short_nodes, "REST_S", 1.0)
-    options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", layers="1,2,2")
+    options = StarterOptions(ckpt=endless, prompt_style="none", device="cpu", layers="1,2,2")
     free = [1 << 40]
     with (
         secondary(0, tmp_path / "0") as first,

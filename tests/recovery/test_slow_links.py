@@ -30,7 +30,7 @@ from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondaries
-from tiny_checkpoint import encode, write_checkpoint
+from tiny_checkpoint import encode
 from waiting import until
 
 NAMES = ("starter", "secondary0", "secondary1", "secondary2")
@@ -137,27 +137,22 @@ def test_nonsense_in_a_ping_is_no_frame(ago_s: float) -> None:
 # Runs
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("links") / "endless", with_end=False, block_size=65536)
+def options_of(endless: Path) -> StarterOptions:
+    return StarterOptions(ckpt=endless, prompt_style="none", device="cpu", placement="even")
 
 
-def options_of(checkpoint: Path) -> StarterOptions:
-    return StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", placement="even")
-
-
-def text_alone(checkpoint: Path, n_tokens: int) -> list[int]:
-    with Run(GivenNodes(standalone()), options_of(checkpoint), n_tokens + 20, n_texts=1) as run:
+def text_alone(endless: Path, n_tokens: int) -> list[int]:
+    with Run(GivenNodes(standalone()), options_of(endless), n_tokens + 20, n_texts=1) as run:
         sample = run.submit("The ring", encode("The ring"), SamplingParams(n_tokens, temperature=0))
         run.read()
     return list(sample.token_ids)
 
 
-def test_texts_go_on_in_another_order(checkpoint: Path, tmp_path: Path) -> None:
+def test_texts_go_on_in_another_order(endless: Path, tmp_path: Path) -> None:
     """Blocks change places, and the texts are the same as those of one node."""
     with (
         secondaries(2, tmp_path) as nodes,
-        Run(GivenNodes(cluster_of(nodes)), options_of(checkpoint), 20_000, n_texts=1) as run,
+        Run(GivenNodes(cluster_of(nodes)), options_of(endless), 20_000, n_texts=1) as run,
     ):
         first, *others = run.loop.policy.ring
         edges = (first.stop, first.stop + others[1].stop - others[1].start, others[1].stop)
@@ -171,10 +166,10 @@ def test_texts_go_on_in_another_order(checkpoint: Path, tmp_path: Path) -> None:
         sample.cancel()
         run.read()
         found = list(sample.token_ids)
-    assert found == text_alone(checkpoint, len(found))
+    assert found == text_alone(endless, len(found))
 
 
-def test_a_link_that_becomes_slow_is_left(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_becomes_slow_is_left(endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mdi.run.loop, "LOOK_S", 0.2)
     monkeypatch.setattr(link_module, "PING_INTERVAL_S", 0.02)
     # As if the nodes had measured themselves: on this machine they would find that one node alone is the fastest.
@@ -192,7 +187,7 @@ def test_a_link_that_becomes_slow_is_left(checkpoint: Path, tmp_path: Path, monk
             return send(sock, frame, *args, **kwargs)
 
         monkeypatch.setattr(link_module, "send_frame", slowly)
-        with Run(GivenNodes(cluster_of(nodes)), options_of(checkpoint), 20_000, n_texts=1) as run:
+        with Run(GivenNodes(cluster_of(nodes)), options_of(endless), 20_000, n_texts=1) as run:
             assert run.names == NAMES
             sample = run.submit("The ring", encode("The ring"), SamplingParams(20_000, temperature=0))
             is_slow.set()
@@ -203,4 +198,4 @@ def test_a_link_that_becomes_slow_is_left(checkpoint: Path, tmp_path: Path, monk
             pairs = {frozenset(pair) for pair in zip(order, [*order[1:], order[0]], strict=True)}
             assert frozenset(SLOW) not in pairs
             found = list(sample.token_ids)
-    assert found == text_alone(checkpoint, len(found))
+    assert found == text_alone(endless, len(found))

@@ -27,7 +27,7 @@ from mdi.run.run import Run
 from mdi.spec.cluster import standalone
 from mdi.spec.options import StarterOptions
 from secondaries import cluster_of, secondaries
-from tiny_checkpoint import encode, write_checkpoint
+from tiny_checkpoint import encode
 from waiting import until
 
 NAMES = ("starter", "secondary0", "secondary1", "secondary2")
@@ -197,11 +197,11 @@ def test_a_node_that_tells_nonsense_does_not_count(nonsense: dict[str, Any] | No
     assert found is not None and found.counts[2] == 1
 
 
-def test_who_watches_slow_nodes(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_watches_slow_nodes(endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other placements are not for the shortest round, and beside other models times of a plan are not those of computing."""
     made: list[str] = []
     monkeypatch.setattr(mdi.run.run, "SlowNodes", lambda run, cut: made.append(run) or SlowNodes(run, cut))
-    options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", layers="2,3")
+    options = StarterOptions(ckpt=endless, prompt_style="none", device="cpu", layers="2,3")
     beside = [Neighbour(("starter",), None)]
     with secondaries(1, tmp_path) as nodes:
         cluster = cluster_of(nodes)
@@ -210,20 +210,15 @@ def test_who_watches_slow_nodes(checkpoint: Path, tmp_path: Path, monkeypatch: p
                 assert made == ([run.run_id] if wanted is options and not others else [])
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("slow") / "endless", with_end=False, block_size=65536)
-
-
 @pytest.mark.slow
 def test_texts_go_on_while_a_busy_node_gets_fewer_blocks(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mdi.run.loop, "LOOK_S", 0.5)
     monkeypatch.setattr(mdi.run.loop, "LEAST_FRAMES", 5)
     profile = cluster(*(node(name) for name in NAMES[:3]))
     monkeypatch.setattr(mdi.run.run, "MovingCut", lambda shape, _, *rest: MovingCut(shape, profile, *rest))
-    options = StarterOptions(ckpt=checkpoint, prompt_style="none", device="cpu", layers="1,2,2")
+    options = StarterOptions(ckpt=endless, prompt_style="none", device="cpu", layers="1,2,2")
     is_slow, compute = threading.Event(), TappedStage.__call__
 
     def slowly(self: TappedStage, frame: Any, x: Any, is_last: bool, wire: str) -> Any:

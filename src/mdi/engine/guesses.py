@@ -157,7 +157,7 @@ class Repetition:
             return known[at:]
         found = known[at:]
         period = len(known) - at
-        while period > 0 and len(found) < n:
+        while len(found) < n:
             found.append(found[-period])
         return found
 
@@ -232,7 +232,7 @@ class Draft:
         params = self._text.params
         begin = min(len(self._cached), len(ids) - 1)
         if self._cached[self._n_known : begin] != ids[self._n_known : begin]:
-            begin = min(self._n_known, len(ids) - 1)
+            begin = self._n_known
         n = min(n, self._model.max_length - len(ids))
         if n <= 0:
             return []  # the text is longer than the small model's context

@@ -115,11 +115,13 @@ class _Rate:
     def judge(self, n_right: int, is_wrong: bool) -> None:
         self._judged.extend([True] * n_right + [False] * is_wrong)
         self.n_confirmed += n_right
-        if n_right > N_JUDGED // 2:
-            self._pause = FIRST_PAUSE
 
     def pause(self, n_tokens: int) -> None:
-        """Give no guesses until the text is longer."""
+        """Give no guesses until the text is longer: at first a little, then twice as much each time.
+
+        Right guesses do not make pauses short again: of sixteen texts on one node, whose guesses are right and do not pay, that
+        took 4 % of the speed.
+        """
         self.until = n_tokens + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self._judged.clear()
@@ -167,10 +169,8 @@ class Speculation:
         self._kind = ""  # of the newest guesses
         self._guess_s: dict[str, float] = {}  # of one token, by its source
         self._own_s = 0.0  # that this node takes for a frame, with head, drawing and guessing
-        self._noted, self._busy_s = (
-            0,
-            0.0,
-        )  # the frame at which `_own_s` was noted, and the busy time then; 0 is not known
+        # The frame at which `_own_s` was noted, and the busy time then; 0 is not known.
+        self._noted, self._busy_s = 0, 0.0
         self._plain_s: dict[int, float] = {}  # of a token of any text, without guesses, by how many texts there are
         self._prompt = -1  # newest frame with prompt rows, or a replay
         self._trials = {kind: _Trial() for kind in ASSUMED}
