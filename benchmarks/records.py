@@ -45,8 +45,7 @@ class Usage:
         import psutil
 
         now, times = time.monotonic(), psutil.cpu_times()._asdict()
-        # What was not idle. Linux counts the busy time itself in ticks: of processes under quotas, which run for less than a
-        # tick at a time, it counted 0.96 of the cores where 0.80 were taken, and idle to the nanosecond.
+        # Not idle is busy: Linux counts idle time exactly, and in ticks 0.80 of the cores under short quotas as 0.96.
         idle = sum(times.get(name, 0.0) for name in ("idle", "iowait", "steal"))
         this = psutil.Process()
         own_s = 0.0

@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, models: list[Model], results: Results) -> 
     todo: list[tuple[Model, int, int]] = []
     for model in models:
         n_tokens = args.tokens or (model.quick_tokens if args.quick else model.n_tokens)
-        for n_nodes in args.nodes:
+        for n_nodes in sorted({*args.nodes} & {*model.n_nodes}):
             is_done = results.runs.get(f"{model.key}/{n_nodes}", {}).get("asked") == n_tokens
             if args.again or not is_done:
                 todo.append((model, n_nodes, n_tokens))

@@ -72,7 +72,7 @@ def caption(data: dict[str, Any]) -> str:
 
 
 def type_of(runs: dict[str, Any]) -> str:
-    wanted = {f"{model.key}/{n}": model.n_tokens for model in MODELS for n in (1, 2, 3)}
+    wanted = {f"{model.key}/{n}": model.n_tokens for model in MODELS for n in model.n_nodes}
     if any(run["asked"] != wanted[name] for name, run in runs.items()):
         return "**quick run**, which shows that the program works and no more: a few tokens, without regard to other programs"
     return "full run" if len(runs) == len(wanted) else f"{len(runs)} of the {len(wanted)} runs"
@@ -157,8 +157,9 @@ def time_at(points: Points, n_tokens: float) -> float:
 
 
 def compared_tokens(runs: dict[str, Any], model: Model) -> int:
-    """Tokens that all runs of a model reached: three nodes make three texts, of which the rest is left out."""
-    return int(min(points[-1][1] for n in (1, 2, 3) if (points := curve(runs, model, n))))
+    """As many tokens as one node makes: three nodes make three texts, of which the rest is left out."""
+    fewest = model.n_samples(1)
+    return int(min(points[-1][1] * fewest / model.n_samples(n) for n in (1, 2, 3) if (points := curve(runs, model, n))))
 
 
 def rate(runs: dict[str, Any], model: Model, n_nodes: int) -> float | None:
