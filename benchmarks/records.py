@@ -25,7 +25,6 @@ DIGITS = 5  # more are noise
 
 # What numbers of a document may have had beside them, as shares of all cores' time.
 MOST_OTHERS, MOST_STEAL = 0.05, 0.02
-MOST_LOAD = 2.5  # load average of older files, which counts the benchmark itself: its two busy threads and a little
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,11 @@ BEGIN = Usage.now()
 
 def disturbed(record: Mapping[str, Any]) -> str:
     """Why the numbers of a file must not stand in a document; "" if they may."""
-    if "others_share" in record:
-        others, steal = record["others_share"], record["steal_share"]
-        if others <= MOST_OTHERS and steal <= MOST_STEAL:
-            return ""
-        return f"other programs took {others:.0%} of the cores' time, and {steal:.1%} were stolen"
-    load = record.get("load_average")
-    return "" if load is not None and load <= MOST_LOAD else f"it was measured at a load of {load}"
+    if "others_share" not in record:
+        return "it does not say what other programs took"
+    others, steal = record["others_share"], record["steal_share"]
+    is_quiet = others <= MOST_OTHERS and steal <= MOST_STEAL
+    return "" if is_quiet else f"other programs took {others:.0%} of the cores' time, and {steal:.1%} were stolen"
 
 
 def add_json_flag(parser: argparse.ArgumentParser, name: str) -> None:
@@ -113,11 +110,10 @@ def machine() -> str:
         lines = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         name = lines[0] if lines else name
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = psutil.virtual_memory().total / 1e9
     release = ".".join(platform.release().split(".")[:2])
     return (
-        f"{n_cores} cores of {name}, {memory:.0f} GB, {platform.system()} {release} ({platform.machine()}), "
-        f"Python {platform.python_version()}, torch {torch.__version__}"
+        f"{n_cores} core{'s' * (n_cores != 1)} of {name}, {psutil.virtual_memory().total / 1e9:.0f} GB, "
+        f"{platform.system()} {release} ({platform.machine()}), Python {platform.python_version()}, torch {torch.__version__}"
     )
 
 

@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python's low-level interface: one sequence, or many in one batch.
 
-Options: {"gguf": FILE, "threads": 1, "cache": "f16"}. `cache` is a key of CACHE_TYPES, the number type of
-keys and values. Attention is always llama.cpp's flash attention.
+Options: {"gguf": FILE, "threads": 1, "cache": "f16", "instructions": "avx2"}. `cache` is a key of CACHE_TYPES, the number type
+of keys and values; `instructions` the set for which the library must have been built. Attention is always flash attention.
 LLAMA_CPP_LIB_PATH in the environment is the folder of the library to use; at its end the system tells that folder's name and
 what the library says of its build.
 """
@@ -38,6 +38,9 @@ class LlamaCppPeer:
         self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
+        self._build = llama_cpp.llama_print_system_info().decode()
+        if (named := options.get("instructions")) and ("AVX512 = 1" in self._build) != (named == "avx512"):
+            raise ValueError(f"the libllama.so of this process was not built for {named}: {self._build}")
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
         self._model = llama_cpp.llama_model_load_from_file(options["gguf"].encode(), params)
@@ -110,7 +113,7 @@ class LlamaCppPeer:
         folder = os.environ.get("LLAMA_CPP_LIB_PATH")
         return {
             "library": Path(folder).name if folder else f"llama-cpp-python {llama_cpp.__version__}",
-            "build": llama_cpp.llama_print_system_info().decode(),
+            "build": self._build,
         }
 
 

@@ -115,7 +115,8 @@ class Setup:
         """
         gguf = Gguf(self.ckpt, self.shape, GGUF_OF[fmt])
         self.needs[gguf] = None
-        options = {"gguf": str(gguf.path), "threads": threads, "cache": LLAMA_CACHE_OF[cache]}
+        of_file = {"gguf": str(gguf.path), "instructions": instructions}
+        options = {**of_file, "threads": threads, "cache": LLAMA_CACHE_OF[cache]}
         environment = {"LLAMA_CPP_LIB_PATH": str(self.llama_libs[instructions])} if instructions else {}
         name = f"llama.cpp {gguf.kind} x{threads}" + _of_set(instructions)
         return SystemSpec(name, "llama.cpp", options, self.cores[:threads], environment, instructions, group)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import compare
-from records import LIMIT_BYTES, MOST_LOAD, MOST_OTHERS, MOST_STEAL, RESULTS, Usage, disturbed, save
+from records import LIMIT_BYTES, MOST_OTHERS, MOST_STEAL, RESULTS, Usage, disturbed, save
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +20,7 @@ def test_a_record_says_on_which_machine(tmp_path: Path) -> None:
     save(tmp_path / "new" / "a.json", {"rates": [1 / 3, 12345.678], "n": 7, "pair": (0.1234567, "x")})
     found = json.loads((tmp_path / "new" / "a.json").read_text())
     assert found["rates"] == [0.33333, 12346.0] and found["n"] == 7 and found["pair"] == [0.12346, "x"]
-    assert " cores of " in found["machine"] and "GB" in found["machine"] and "torch" in found["machine"]
+    assert " of " in found["machine"] and "GB" in found["machine"] and "torch" in found["machine"]
     assert found["date"].startswith("20")
 
 
@@ -36,7 +36,7 @@ def test_results_are_committed_with_their_machine() -> None:
     assert found
     for path in found:
         record = json.loads(path.read_text(encoding="utf-8"))
-        assert " cores of " in record["machine"] and record["date"] and path.stat().st_size <= LIMIT_BYTES, path
+        assert " of " in record["machine"] and record["date"] and path.stat().st_size <= LIMIT_BYTES, path
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no clone")
@@ -91,9 +91,7 @@ def test_processes_that_the_benchmark_has_started_are_no_others() -> None:
         ({"others_share": MOST_OTHERS, "steal_share": MOST_STEAL, "load_average": 50.0}, True),
         ({"others_share": MOST_OTHERS * 1.1, "steal_share": 0.0}, False),
         ({"others_share": 0.0, "steal_share": MOST_STEAL * 1.1}, False),
-        ({"load_average": MOST_LOAD}, True),
-        ({"load_average": 18.8}, False),
-        ({"load_average": None}, False),
+        ({"load_average": 1.0}, False),
         ({}, False),
     ],
 )
