@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, models: list[Model], results: Results) -> 
     todo: list[tuple[Model, int, int]] = []
     for model in models:
         n_tokens = args.tokens or (model.quick_tokens if args.quick else model.n_tokens)
-        for n_nodes in sorted({*args.nodes} & {*model.n_nodes}):
+        for n_nodes in (n for n in args.nodes if model.rates[n]):  # the thesis has no others: it did not fit
             is_done = results.runs.get(f"{model.key}/{n_nodes}", {}).get("asked") == n_tokens
             if args.again or not is_done:
                 todo.append((model, n_nodes, n_tokens))

@@ -34,11 +34,6 @@ class Model:
     is_half: bool = False
 
     @property
-    def n_nodes(self) -> tuple[int, ...]:
-        """Over how many nodes the thesis has run it."""
-        return tuple(n for n, rate in self.rates.items() if rate is not None)
-
-    @property
     def numbers(self) -> dict[str, str]:
         """The options of a run."""
         return {"quantize": "fp16", "kv_dtype": "fp16"} if self.is_half else {"dtype": "float32"}

@@ -72,10 +72,11 @@ def caption(data: dict[str, Any]) -> str:
 
 
 def type_of(runs: dict[str, Any]) -> str:
-    wanted = {f"{model.key}/{n}": model.n_tokens for model in MODELS for n in model.n_nodes}
-    if any(run["asked"] != wanted[name] for name, run in runs.items()):
+    wanted = {f"{model.key}/{n}": model.n_tokens for model in MODELS for n, rate in model.rates.items() if rate}
+    asked = {name: runs[name]["asked"] for name in wanted if name in runs}
+    if not asked.items() <= wanted.items():
         return "**quick run**, which shows that the program works and no more: a few tokens, without regard to other programs"
-    return "full run" if len(runs) == len(wanted) else f"{len(runs)} of the {len(wanted)} runs"
+    return "full run" if asked == wanted else f"{len(asked)} of the {len(wanted)} runs"
 
 
 def speed_table(models: Sequence[Model], runs: dict[str, Any]) -> str:
@@ -158,8 +159,8 @@ def time_at(points: Points, n_tokens: float) -> float:
 
 def compared_tokens(runs: dict[str, Any], model: Model) -> int:
     """As many tokens as one node makes: three nodes make three texts, of which the rest is left out."""
-    fewest = model.n_samples(1)
-    return int(min(points[-1][1] * fewest / model.n_samples(n) for n in (1, 2, 3) if (points := curve(runs, model, n))))
+    ends = {n: points[-1][1] for n in (1, 2, 3) if (points := curve(runs, model, n))}
+    return int(min(end * model.n_samples(1) / model.n_samples(n) for n, end in ends.items()))
 
 
 def rate(runs: dict[str, Any], model: Model, n_nodes: int) -> float | None:

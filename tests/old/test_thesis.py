@@ -77,7 +77,7 @@ def test_report_fills_the_page_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         )
         monkeypatch.setattr(thesis_report, "save", lambda figure, path: None)  # once is enough, and takes a second
         words = " ".join(text.split())  # without the ends of lines
-        assert text.count("2026-01-02") == 1 and "3 of the 27 runs" in words and "Not trained yet." in words
+        assert text.count("2026-01-02") == 1 and "3 of the 25 runs" in words and "Not trained yet." in words
     assert {path.name for path in (tmp_path / "assets").iterdir()} == {"thesis-llama.svg", "thesis-memory.svg"}
     runs["nano-llama/2"] = run_of([0.1], [1, 1], asked=16)
     thesis_report.write_report(data, tmp_path, tmp_path)
@@ -100,9 +100,18 @@ def test_how_much_of_the_evaluation_there_is_is_told() -> None:
     runs = {f"{model.key}/{n}": {"asked": model.n_tokens} for model in MODELS for n in (1, 2, 3)}
     assert thesis_report.type_of(runs) == "full run"
     del runs["gpt2-xl/2"]
-    assert thesis_report.type_of(runs) == "26 of the 27 runs"
-    runs["gpt2-xl/1"]["asked"] -= 1
+    assert thesis_report.type_of(runs) == "full run", "the thesis has it on three nodes alone"
+    del runs["gpt2-large/2"]
+    assert thesis_report.type_of(runs) == "24 of the 25 runs"
+    runs["gpt2-xl/3"]["asked"] -= 1
     assert "quick run" in thesis_report.type_of(runs)
+
+
+def test_a_model_that_ran_on_three_nodes_alone_counts_as_many_tokens_as_others() -> None:
+    runs = {"gpt2-xl/3": run_of([0.5, 1, 1.5, 2, 4, 8], [1, 1, 1])}
+    assert thesis_report.compared_tokens(runs, BY_KEY["gpt2-xl"]) == 4
+    assert thesis_report.rate(runs, BY_KEY["gpt2-xl"], 3) == 2
+    assert thesis_report.ratios([None, None, 2.0]) == "-"
 
 
 def test_training_is_told() -> None:
