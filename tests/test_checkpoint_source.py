@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 import struct
+import warnings
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from litgpt.config import Config
 from safetensors.torch import load, load_file, save_file
 
 from families import FAMILIES
+from mdi.checkpoint import weightfile
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, siblings, write_chunks
 from mdi.checkpoint.derived import CastSource
 from mdi.checkpoint.manifest import METADATA_KEY, config_hash
@@ -365,6 +367,21 @@ def test_code_in_a_checkpoint_is_not_run(lit: tuple[Path, State], tmp_path: Path
         LitCheckpoint(path)
     assert "lit_model.pth" in str(e.value) and e.value.code == "weights"
     assert not witness.exists()
+
+
+def test_reading_a_file_takes_back_no_filter_that_another_thread_sets_meanwhile(
+    lit: tuple[Path, State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `requests` does while it is imported: without it, a warning about SOCKS stood among the lines of a run."""
+    read = weightfile._mapped_if_possible
+
+    def read_beside(path: Path) -> Any:
+        warnings.filterwarnings("ignore", message="of another thread")
+        return read(path)
+
+    monkeypatch.setattr(weightfile, "_mapped_if_possible", read_beside)
+    LitCheckpoint(lit[0])
+    warnings.warn("of another thread", UserWarning, stacklevel=1)  # is an error without the filter
 
 
 @pytest.mark.parametrize(

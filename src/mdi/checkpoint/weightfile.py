@@ -258,11 +258,11 @@ def _checksums(path: Path) -> set[tuple[int, int]]:
 
 
 def _torch_load(path: Path) -> Any:
+    # A pickle that torch did not write is refused, or read, but in either case not worth a warning. This holds for good: the
+    # end of a `catch_warnings` takes back what other threads have set meanwhile, such as `requests` while it is imported.
+    warnings.filterwarnings("ignore", message="Detected pickle protocol")
     try:
-        with warnings.catch_warnings():
-            # a pickle that torch did not write is refused, or read, but in either case not worth a warning
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            return _mapped_if_possible(path)
+        return _mapped_if_possible(path)
     except FileNotFoundError:
         raise CheckpointError(f"no such file: {path} (the nearest that exists is {nearest_existing(path)})") from None
     except MemoryError:
