@@ -20,7 +20,6 @@ from litgpt.config import Config
 from safetensors.torch import load, load_file, save_file
 
 from families import FAMILIES
-from mdi.checkpoint import weightfile
 from mdi.checkpoint.chunks import ChunkFile, find_chunk, siblings, write_chunks
 from mdi.checkpoint.derived import CastSource
 from mdi.checkpoint.manifest import METADATA_KEY, config_hash
@@ -373,13 +372,13 @@ def test_reading_a_file_takes_back_no_filter_that_another_thread_sets_meanwhile(
     lit: tuple[Path, State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `requests` does while it is imported: without it, a warning about SOCKS stood among the lines of a run."""
-    read = weightfile._mapped_if_possible
+    read = torch.load
 
-    def read_beside(path: Path) -> Any:
+    def read_beside(*args: Any, **options: Any) -> Any:
         warnings.filterwarnings("ignore", message="of another thread")
-        return read(path)
+        return read(*args, **options)
 
-    monkeypatch.setattr(weightfile, "_mapped_if_possible", read_beside)
+    monkeypatch.setattr(torch, "load", read_beside)
     LitCheckpoint(lit[0])
     warnings.warn("of another thread", UserWarning, stacklevel=1)  # is an error without the filter
 
