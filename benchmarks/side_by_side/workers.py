@@ -100,7 +100,7 @@ class Worker:
         while b"\n" not in self._rest:
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise WorkerError(f"{self.name} did not answer within {timeout_s:.0f} s (see {self._log})")
+                raise WorkerError(f"{self.name} did not answer within {timeout_s:.0f} s (see {self._log.name})")
             piece = os.read(self._process.stdout.fileno(), 1 << 16)
             if not piece:
                 raise WorkerError(f"{self.name} has ended: {self._last_words()}")
@@ -113,4 +113,4 @@ class Worker:
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()
-        return f"{lines[-1]:.300} (see {self._log})" if lines else f"see {self._log}"
+        return f"{lines[-1]:.300} (see {self._log.name})" if lines else f"see {self._log.name}"
