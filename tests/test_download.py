@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
@@ -16,7 +17,8 @@ from safetensors.torch import load_file
 from hub_server import HubModel, HubServer
 from mdi.cancel import Cancel, CancelledError
 from mdi.checkpoint.download import MARKER, choose_files, download
-from mdi.checkpoint.folder import checkpoints_in, is_repo_id
+from mdi.checkpoint.folder import CHUNKS, checkpoints_in, is_repo_id
+from mdi.checkpoint.model_store import is_whole
 from mdi.checkpoint.source import open_source
 from mdi.cli import launch
 from mdi.errors import DownloadError
@@ -153,7 +155,7 @@ def test_a_file_that_was_cut_off_is_gone_on_with(
     with pytest.raises(DownloadError) as caught:
         download("org/plain", tmp_path, progress=False)
     assert caught.value.code == "connection"
-    assert not (tmp_path / "org" / "plain" / MARKER).exists()
+    assert not is_whole(tmp_path / "org" / "plain")
     assert not (tmp_path / "org" / "plain" / name).exists()
     model.cut_after.clear()
     hub.requests.clear()
@@ -184,6 +186,45 @@ def test_a_cancelled_download_ends_within_its_file(
     assert not (tmp_path / "org" / "plain" / name).exists()
     model.at_half.clear()
     assert (download("org/plain", tmp_path, progress=False) / name).read_bytes() == model.files[name]
+
+
+@pytest.mark.parametrize("model", ["plain", "lit"])
+def test_whatever_has_arrived_the_rest_follows(hub: HubServer, tmp_path: Path, model: str) -> None:
+    """A download may end at any time, and its files come in any order: the index of the shards may be the last one."""
+    whole = download(f"org/{model}", tmp_path / "whole", progress=False)
+    names = sorted(set(_files(whole)) - {MARKER})
+    for kept in itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names))):
+        directory = tmp_path / "-".join(str(names.index(name)) for name in kept) / "org" / model
+        directory.mkdir(parents=True)
+        for name in (*kept, MARKER):
+            shutil.copyfile(whole / name, directory / name)
+        assert not is_whole(directory), kept
+        if len(kept) in (1, len(names) - 1):
+            assert download(f"org/{model}", directory.parents[1], progress=False) == directory
+            assert _files(directory) == _files(whole) and is_whole(directory), kept
+
+
+def test_shards_name_those_that_are_missing(hub: HubServer, tmp_path: Path) -> None:
+    """Of a folder that another program downloads, and without its index."""
+    directory = download("org/plain", tmp_path, progress=False)
+    for name in (MARKER, "model.safetensors.index.json"):
+        (directory / name).unlink()
+    assert is_whole(directory) and download("org/plain", tmp_path, progress=False) == directory
+    (directory / "model-00001-of-00002.safetensors").unlink()
+    assert not is_whole(directory)
+    download("org/plain", tmp_path, progress=False)
+    assert is_whole(directory) and (directory / "model.safetensors.index.json").is_file()
+
+
+def test_a_converted_model_needs_its_originals_no_more(hub: HubServer, tmp_path: Path) -> None:
+    assert launch("prepare-model", ["org/plain", "--ckpt-folder", str(tmp_path)]) == 0
+    directory = tmp_path / "org" / "plain"
+    for path in directory.glob("model*.safetensors*"):
+        path.unlink()
+    shutil.rmtree(directory / CHUNKS, ignore_errors=True)
+    n_requests = len(hub.requests)
+    assert is_whole(directory) and download("org/plain", tmp_path, progress=False) == directory
+    assert len(hub.requests) == n_requests
 
 
 def test_gated(hub: HubServer, tmp_path: Path) -> None:

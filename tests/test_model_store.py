@@ -25,6 +25,7 @@ from mdi.checkpoint.folder import gguf_file
 from mdi.checkpoint.ggufsource import gguf_directory
 from mdi.checkpoint.model_archive import export_model, import_model
 from mdi.checkpoint.model_store import STATE, InUse, ModelStore, StoredModel, embedded_model
+from mdi.checkpoint.pooling import pooling_of
 from mdi.checkpoint.source import open_source
 from mdi.cli import launch
 from mdi.cli.session import found_chunk
@@ -287,6 +288,15 @@ def test_a_model_goes_to_another_machine(
     assert here == there and not hub.requests
     assert launch("import", [str(file), "--store", str(other.folder)]) == 1, "it is there"
     assert folder.is_dir() and not list((other.folder / STATE).glob("import-*"))
+
+
+def test_how_a_model_pools_its_rows_goes_along(store: ModelStore, tmp_path: Path) -> None:
+    folder = write_checkpoint(store.folder / "org" / "name")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (model,) = store.models()
+    export_model(model, tmp_path / "model.mdi")
+    assert pooling_of(import_model(ModelStore(tmp_path / "other"), tmp_path / "model.mdi")[1]) == "mean"
 
 
 @pytest.fixture

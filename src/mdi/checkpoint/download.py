@@ -5,12 +5,21 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from mdi.cancel import Cancel
-from mdi.checkpoint.folder import CHAT_TEMPLATE, POOLING_FILES, RANKS, is_hf_dir, is_lit_dir, is_repo_id, weight_files
+from mdi.checkpoint.folder import (
+    CHAT_TEMPLATE,
+    CONFIG_FILE,
+    POOLING_FILES,
+    RANKS,
+    is_hf_dir,
+    is_lit_dir,
+    is_repo_id,
+    weight_files,
+)
 from mdi.checkpoint.hub_files import fetch, has_file, look_up
 from mdi.errors import Code, DownloadError
 from mdi.files import replacing
@@ -60,16 +69,13 @@ def download(
     names = choose_gguf(found.names, repo_id, tag) if tag else choose_files(found.names, repo_id)
     if own := gguf_tag(names[0]):  # as the files have it, not as it was typed
         directory = _directory(ckpt_folder, repo_id, own)
-    sizes = fetch(found, directory, names, advice=_FULL, progress=progress, cancel=cancel)
-    marker = {
-        "repo_id": repo_id,
-        "revision": revision,
-        "commit": found.commit,
-        "licence": found.licence,
-        "files": sizes,
-    }
-    with replacing(directory / MARKER) as file:
-        file.write(json.dumps(marker, indent=1).encode())
+    marker = {"repo_id": repo_id, "revision": revision, "commit": found.commit, "licence": found.licence}
+
+    def note(sizes: dict[str, int]) -> None:  # before the files: it tells later what is still missing
+        with replacing(directory / MARKER, DownloadError, makes_folder=True) as file:
+            file.write(json.dumps({**marker, "files": sizes}, indent=1).encode())
+
+    fetch(found, directory, names, advice=_FULL, progress=progress, cancel=cancel, on_begin=note)
     return directory
 
 
@@ -95,12 +101,25 @@ def _directory(folder: str | Path, repo_id: str, tag: str | None) -> Path:
 
 
 def read_marker(directory: Path) -> dict[str, Any]:
-    """Notes about a downloaded model: where it is from, its licence, its files; {} of others."""
+    """Notes about a model, written when its download begins: where it is from, its licence, its files; {} of others."""
     try:
         found = parse_json((directory / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def is_arriving(directory: Path) -> bool:
+    """Whether a download has not brought all its files. Those of a model that was converted since may be gone."""
+    files = read_marker(directory).get("files")
+    if not isinstance(files, dict) or _is_converted(directory, files):
+        return False
+    return not all((directory / name).is_file() for name in files)
+
+
+def _is_converted(directory: Path, files: Collection[str]) -> bool:
+    """Whether the model is there in LitGPT's form, and these files have another."""
+    return is_lit_dir(directory) and CONFIG_FILE not in files
 
 
 def gguf_tag(name: str) -> str | None:
@@ -168,7 +187,7 @@ def _is_complete(directory: Path, repo_id: str, revision: str | None) -> bool:
         if revision is not None or not directory.is_dir():
             return False
         return is_lit_dir(directory) or is_hf_dir(directory) and all(f.is_file() for f in weight_files(directory))
-    is_whole = is_lit_dir(directory) or all(has_file(directory, name, size) for name, size in files.items())
+    is_whole = _is_converted(directory, files) or all(has_file(directory, name, size) for name, size in files.items())
     if is_whole and revision is not None and revision not in held:
         raise DownloadError(
             f"{directory} holds revision {marker['revision'] or 'main'} ({marker['commit']}) of {repo_id}, not {revision}: "

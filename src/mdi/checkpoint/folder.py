@@ -107,6 +107,8 @@ def all_weight_files(folder: Path) -> list[Path]:
 def weight_files(path: Path) -> list[Path]:
     """The files with weights: by an index, else by their names; safetensors are preferred. Some may be missing.
 
+    Of one that is called 00002-of-00003 all three are meant: an index may be the last file of a download.
+
     Raises:
         CheckpointError: the index cannot be read.
     """
@@ -122,8 +124,17 @@ def weight_files(path: Path) -> list[Path]:
         if (path / single).is_file():
             return [path / single]
         if found[suffix]:
-            return found[suffix]
+            return sorted({piece for file in found[suffix] for piece in _pieces(file)})
     return []
+
+
+def _pieces(file: Path) -> list[Path]:
+    """The files that belong together with this one by its name."""
+    match = re.fullmatch(r"(.+-)\d{5}-of-(\d{5})(\.\w+)", file.name)
+    if match is None:
+        return [file]
+    stem, total, suffix = match.groups()
+    return [file.with_name(f"{stem}{number:05}-of-{total}{suffix}") for number in range(1, int(total) + 1)]
 
 
 def _indexed(index: Path) -> list[Path]:

@@ -68,7 +68,7 @@ def look_up(
 
 def fetch(
     found: Repository, folder: Path, names: Sequence[str], *, advice: str, progress: bool = True,
-    cancel: Cancel | None = None,
+    cancel: Cancel | None = None, on_begin: Callable[[dict[str, int]], None] = lambda sizes: None,
 ) -> dict[str, int]:  # fmt: skip
     """Download files of a repository. Existing files are not downloaded again, and an unfinished one is continued.
 
@@ -76,6 +76,7 @@ def fetch(
         advice: what to do where the disk is full.
         progress: draw bars on stderr.
         cancel: ends it after the present piece, with its error; so does an exception in the thread that waits here.
+        on_begin: called with what is returned, when there is room and before the first file.
 
     Returns:
         How many bytes each file has.
@@ -86,6 +87,7 @@ def fetch(
     repo_id = found.repo_id
     wanted = {name: found.sizes[name] for name in names}
     check_disk(folder, _missing_bytes(folder, wanted), repo_id, DownloadError, advice)
+    on_begin(wanted)
     with _explained(repo_id, found.revision, found.token, NOUNS[found.repo_type]) as endpoint:
         from huggingface_hub import snapshot_download
 

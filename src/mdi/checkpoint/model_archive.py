@@ -20,7 +20,7 @@ from typing import Annotated, BinaryIO
 
 from mdi.checkpoint.disk_space import check_disk
 from mdi.checkpoint.download import MARKER
-from mdi.checkpoint.folder import GGUF_NOTE, PARTS_FILE, is_usable
+from mdi.checkpoint.folder import GGUF_NOTE, PARTS_FILE, POOLING_FILES, is_usable
 from mdi.checkpoint.model_store import STATE, ModelStore, StoredModel, is_whole, make_state
 from mdi.errors import Code, MdiError, StoreError
 from mdi.files import replacing
@@ -74,7 +74,8 @@ class Contents:
 
 
 def _is_file_name(name: str) -> bool:
-    return _FILE_NAME.fullmatch(name) is not None and name not in (".", "..", STATE, *MADE_HERE)
+    is_plain = _FILE_NAME.fullmatch(name) is not None and name not in (".", "..", STATE, *MADE_HERE)
+    return is_plain or name in POOLING_FILES
 
 
 def export_model(model: StoredModel, path: Path, progress: Progress = lambda done, total: None) -> None:
@@ -153,7 +154,10 @@ def _files_of(model: StoredModel) -> dict[str, Path]:
         found += [path for path in [model.folder / MARKER] if path.is_file()]
     else:
         found = [path for path in model.folder.iterdir() if path.is_file() and path.name not in MADE_HERE]
-    return {path.name: path for path in sorted(found)}
+    below = {
+        name: model.folder / name for name in POOLING_FILES if model.gguf is None and (model.folder / name).is_file()
+    }
+    return {path.name: path for path in sorted(found)} | below
 
 
 def _complete(store: ModelStore, unfinished: Path, target: Path, path: Path) -> None:
@@ -220,6 +224,7 @@ def _extract(file: BinaryIO, contents: Contents, folder: Path, path: Path, progr
                 f"{path}: expected {name} of {listed.size} bytes, found {found[:60]!r} of {size}", code=Code.ARCHIVE
             )
         digest, left = hashlib.sha256(), size
+        (folder / name).parent.mkdir(exist_ok=True)
         with open(folder / name, "xb") as out:
             while left:
                 piece = file.read(min(left, _PIECE_BYTES))

@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 import mdi
 from mdi.cancel import Cancel
-from mdi.checkpoint.download import download, gguf_tag, read_marker
+from mdi.checkpoint.download import download, gguf_tag, is_arriving, read_marker
 from mdi.checkpoint.folder import (
     CHUNKS,
     GGUF_FOLDERS,
@@ -460,11 +460,18 @@ def _read_mark(path: Path) -> Mark | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder has all files of its weights in Hugging Face's form, or its GGUF file; others are whole when made."""
-    if is_lit_dir(folder) or (folder / CHUNKS).is_dir():
+    """Whether a folder has all files of its download, and of its weights in Hugging Face's form, or its GGUF file.
+
+    Others are whole when made.
+    """
+    if (folder / CHUNKS).is_dir():
         return True
     if (folder / GGUF_NOTE).is_file():
         return (file := gguf_file(folder)) is not None and file.is_file()
+    if is_arriving(folder):
+        return False
+    if is_lit_dir(folder):
+        return True
     try:
         files = weight_files(folder)
         return bool(files) and all(file.is_file() for file in files)
