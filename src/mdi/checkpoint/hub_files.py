@@ -146,10 +146,12 @@ def _bar(is_shown: bool, cancel: Cancel) -> Any:
     class Bar(tqdm):  # its `update` is called for each piece
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)  # huggingface_hub's own class takes it
+            self._counts_bytes = kwargs.get("unit") == "B"
             super().__init__(*args, **{**kwargs, "disable": not is_shown})
 
         def update(self, n: float | None = 1) -> bool | None:
-            cancel.check()
+            if self._counts_bytes:  # that of files is updated in callbacks, whose errors only fill the log
+                cancel.check()
             return super().update(n)
 
     return Bar
