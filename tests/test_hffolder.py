@@ -257,11 +257,16 @@ def test_a_missing_shard_and_one_too_many(tmp_path: Path) -> None:
         open_source(folder)
     assert "model-00002-of-00002.safetensors" in str(e.value)
     (folder / "model.safetensors.index.json").unlink()
-    first = folder / "model-00001-of-00002.safetensors"
-    (folder / "model-00003-of-00003.safetensors").write_bytes(first.read_bytes())
     with pytest.raises(CheckpointError) as e:
         open_source(folder)
-    assert first.name in str(e.value)
+    assert "model-00002-of-00002.safetensors" in str(e.value), "by the name of the first"
+    (tmp_path / "away").rename(folder / "model-00002-of-00002.safetensors")
+    open_source(folder).close()
+    first = folder / "model-00001-of-00002.safetensors"
+    (folder / "more.safetensors").write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError) as e:
+        open_source(folder)
+    assert first.name in str(e.value) and "more.safetensors" in str(e.value)
 
 
 def test_pickles_are_refused_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
