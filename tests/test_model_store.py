@@ -241,6 +241,7 @@ def test_an_unfinished_download_is_listed_and_can_be_removed(hub: HubServer, sto
     assert not store.models()
     (model,) = store.all()
     assert (model.name, model.is_whole) == ("org/tiny", False)
+    assert all("mdi pull org/tiny`" in store.describe_missing(name) for name in ("tiny", "Org/tiny"))
     assert launch("rm", ["org/tiny", "--yes"]) == 0 and not store.all()
 
 

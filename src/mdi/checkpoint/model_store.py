@@ -243,6 +243,10 @@ class ModelStore:
         path, names = Path(name).expanduser(), [model.name for model in self.models()]
         if path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or path.suffix == ".gguf":
             return f"{name}: no such file or directory ({what_is_there(path)})"
+        for model in self.all():
+            is_meant = name.casefold() in (model.name.casefold(), _without_org(model.name).casefold())
+            if is_meant and not model.is_whole and not model.is_gone:
+                return f"{model.name} is not complete: `mdi pull {model.name}` fetches the rest"
         short = {_without_org(known): known for known in names}
         near = difflib.get_close_matches(name, names, 1) or difflib.get_close_matches(name, short, 1)
         if near:
