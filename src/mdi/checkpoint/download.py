@@ -71,7 +71,7 @@ def download(
         directory = _directory(ckpt_folder, repo_id, own)
     marker = {"repo_id": repo_id, "revision": revision, "commit": found.commit, "licence": found.licence}
 
-    def note(sizes: dict[str, int]) -> None:  # before the files: it tells later what is still missing
+    def note(sizes: dict[str, int]) -> None:  # before the files, so that it tells later which are missing
         with replacing(directory / MARKER, DownloadError, makes_folder=True) as file:
             file.write(json.dumps({**marker, "files": sizes}, indent=1).encode())
 
@@ -109,8 +109,8 @@ def read_marker(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def is_arriving(directory: Path) -> bool:
-    """Whether a download has not brought all its files. Those of a model that was converted since may be gone."""
+def is_unfinished(directory: Path) -> bool:
+    """Whether files of the download are missing. Those of a model that was converted since may have been removed."""
     files = read_marker(directory).get("files")
     if not isinstance(files, dict) or _is_converted(directory, files):
         return False
@@ -118,7 +118,7 @@ def is_arriving(directory: Path) -> bool:
 
 
 def _is_converted(directory: Path, files: Collection[str]) -> bool:
-    """Whether the model is there in LitGPT's form, and these files have another."""
+    """Whether the model is there in LitGPT's form, while these files, its download, are in another."""
     return is_lit_dir(directory) and CONFIG_FILE not in files
 
 

@@ -107,7 +107,7 @@ def all_weight_files(folder: Path) -> list[Path]:
 def weight_files(path: Path) -> list[Path]:
     """The files with weights: by an index, else by their names; safetensors are preferred. Some may be missing.
 
-    Of one that is called 00002-of-00003 all three are meant: an index may be the last file of a download.
+    A file called 00002-of-00003 stands for all three: the index may be the last file that a download brings.
 
     Raises:
         CheckpointError: the index cannot be read.
@@ -129,7 +129,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _pieces(file: Path) -> list[Path]:
-    """The files that belong together with this one by its name."""
+    """The file and those that its name says belong to it."""
     match = re.fullmatch(r"(.+-)\d{5}-of-(\d{5})(\.\w+)", file.name)
     if match is None:
         return [file]

@@ -150,7 +150,7 @@ def _bar(is_shown: bool, cancel: Cancel) -> Any:
             super().__init__(*args, **{**kwargs, "disable": not is_shown})
 
         def update(self, n: float | None = 1) -> bool | None:
-            if self._counts_bytes:  # that of files is updated in callbacks, whose errors only fill the log
+            if self._counts_bytes:  # the bar of files is updated in callbacks, whose errors only fill the log
                 cancel.check()
             return super().update(n)
 

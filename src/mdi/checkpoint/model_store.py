@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 import mdi
 from mdi.cancel import Cancel
-from mdi.checkpoint.download import download, gguf_tag, is_arriving, read_marker
+from mdi.checkpoint.download import download, gguf_tag, is_unfinished, read_marker
 from mdi.checkpoint.folder import (
     CHUNKS,
     GGUF_FOLDERS,
@@ -472,7 +472,7 @@ def is_whole(folder: Path) -> bool:
         return True
     if (folder / GGUF_NOTE).is_file():
         return (file := gguf_file(folder)) is not None and file.is_file()
-    if is_arriving(folder):
+    if is_unfinished(folder):
         return False
     if is_lit_dir(folder):
         return True
