@@ -110,6 +110,7 @@ def test_names(store: ModelStore) -> None:
     with pytest.raises(UsageError):
         store.find("first")  # of whom?
     assert "org/second:Q4_K_M" in store.describe_missing("org/secnd:Q4_K_M")
+    assert "nano-llama" in store.describe_missing("nano-lama"), "which is there without being in the store"
     (store.folder / "org" / "second--Q4_K_M" / "lit_model.pth").unlink()
     assert store.find("second") is None
 

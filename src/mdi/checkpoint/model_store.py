@@ -240,7 +240,7 @@ class ModelStore:
 
     def describe_missing(self, name: str) -> str:
         """Say that there is no such model, and what is meant, or there."""
-        path, names = Path(name).expanduser(), [model.name for model in self.models()]
+        path, names = Path(name).expanduser(), [*(model.name for model in self.models()), EMBEDDED]
         if path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or path.suffix == ".gguf":
             return f"{name}: no such file or directory ({what_is_there(path)})"
         for model in self.all():
